@@ -63,20 +63,20 @@ def owners_of(*, grouped: bool) -> NDArray[np.int64]:
 
 
 def moved_by_units(
-    result: Evaluation, owners: NDArray[np.int64], *, grouped: bool, by_class: bool = False
-) -> tuple[NDArray[np.float64], list[float]]:
-    """Covered sums, and how much each unit moves them, by brute force: without each in turn."""
+    result: Evaluation, owners: NDArray[np.int64], *, grouped: bool
+) -> tuple[float, list[float]]:
+    """The covered sum, and how much each unit moves it, by brute force: without each in turn."""
 
-    def total(kept: Any) -> Any:
+    def total(kept: Any) -> float:
         units = units_of(owners[kept]) if grouped else None
         some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
-        cells = counts(some, units, by_class=by_class)
-        assert len(cells) == len(set(owners[kept]))
-        assert cells.min() >= 0
-        return cells.sum(0) * GRID
+        counted = counts(some, units)
+        assert counted.shape == (len(set(owners[kept])),)
+        assert counted.min() >= 0
+        return float(counted.sum() * GRID)
 
     whole = total(np.ones(len(owners), bool))
-    moves = [float(np.linalg.norm(whole - total(owners != unit))) for unit in set(owners)]
+    moves = [abs(whole - total(owners != unit)) for unit in set(owners)]
     return whole, moves
 
 

@@ -17,7 +17,7 @@ from dpmac_cli.accounting.calibration import (
     calibrate_search,
     longest_run,
 )
-from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
@@ -196,9 +196,8 @@ def test_the_surcharge_covers_every_place_of_a_normal_number(mean: float, most: 
 
 def with_score(event: TrainingEvent, delta: float) -> tuple[TrainingEvent, TrainingEvent]:
     """Training, and one covered score of its result that costs at most as much."""
-    scores = Scores(0.0, max(1, event.steps)).event(event.steps, event.steps)
-    sigma = calibrate_noise(scores, delta, total_epsilon((event,), delta))
-    return event, replace(scores, noise_multiplier=sigma)
+    sigma = calibrate_noise(score_event(0.0), delta, total_epsilon((event,), delta))
+    return event, score_event(sigma)
 
 
 def test_every_candidate_and_every_score_is_charged() -> None:

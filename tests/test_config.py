@@ -81,7 +81,6 @@ VALUES: Mapping[str, Any] = {
     "phi": "tracked",
     "canaries": 100,
     "cover_scores": True,
-    "score_every": 2,
     "lr_schedule": "cosine",
     "recipe": "best",
     "warmup_steps": 3,
@@ -118,7 +117,6 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "task": {"dataset": TEXTS, "backbone": "./decoder", "tokens": 8},
     "force": {"out": "out"},
     "shares": {"class_weights": "balanced"},
-    "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
     "backbone_flips": {"backbone": "efficientnet-lite1"},
@@ -178,8 +176,7 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "schema": lambda plan: plan.recorded["schema"],
     "epochs": lambda plan: plan.privacy.steps / plan.privacy.steps_per_epoch,
     "no_dp": lambda plan: not plan.privacy.private,
-    "cover_scores": lambda plan: plan.privacy.scores is not None,
-    "score_every": lambda plan: plan.privacy.scores.every / plan.privacy.steps_per_epoch,
+    "cover_scores": lambda plan: plan.privacy.score is not None,
     "checkpoint_every": lambda plan: str(plan.checkpoints.steps),
 }
 
@@ -373,7 +370,6 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "delta": ("0", "1", "1.5", "-1e-5"),
     "clip_norm": ("0", "-1", "1e300"),
     "canaries": ("0", "1", "1000001"),
-    "score_every": ("0", "-1", "1000000001"),
     "test_fraction": ("0", "1", "-0.5"),
     "records_per_unit": ("0", "1025"),
     "augmentations": ("0", "-1", "1025"),

@@ -157,7 +157,7 @@ def of_ledger(count: int) -> None:
     path = run / folder.CHECKPOINTS / folder.LEDGER
     spent = json.loads(path.read_text())["spent"]
     spent |= {"earlier": [spent["event"]], "target": 3.0}
-    spent["scores"] = {"noise_multiplier": 3.0, "every": 2, "by_class": False}
+    spent["score"] = spent["event"] | {"sampling_rate": 1.0, "steps": 1, "records": "test"}
     for what, header in crafted(spent, "spent", count):
         text = json.dumps(header).encode()
         sealed = {"sha256": hashlib.sha256(text).hexdigest(), "spent": header}

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
@@ -28,6 +28,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
+from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.session import Evaluated, Update
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
@@ -60,30 +61,21 @@ def outputs(records: int) -> Evaluation:
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("by_class", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_one_unit_moves_the_counts_by_at_most_one(by_class: bool, grouped: bool) -> None:
+def test_one_unit_moves_the_counts_by_at_most_one(grouped: bool) -> None:
     owners = owners_of(grouped=grouped)
-    whole, moves = moved_by_units(outputs(len(owners)), owners, grouped=grouped, by_class=by_class)
-    assert whole.shape == (2 * CLASSES if by_class else 1,)
+    _, moves = moved_by_units(outputs(len(owners)), owners, grouped=grouped)
     assert max(moves) <= 1
     assert max(moves) > 0.6
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("by_class", [False, True])
-def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
+def test_the_noise_has_the_promised_distribution() -> None:
     result, sigma, size = outputs(400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
-    found = [
-        release_score(result, None, Scores(sigma, 1, by_class), noise.at(step))
-        for step in range(1, 2001)
-    ]
-    deviation = sigma * (CLASSES**0.5 if by_class else 1) / size
-    assert_noise_of(found, [score.accuracy for score in found], result.accuracy, deviation)
-    if by_class:
-        rates = np.mean([score.sensitivity for score in found], 0)
-        np.testing.assert_allclose(rates, result.per_class, atol=0.01)
+    found = [release_score(result, None, sigma, noise.at(step)) for step in range(1, 2001)]
+    values = [score.accuracy for score in found]
+    assert_noise_of(found, values, result.accuracy, sigma / size)
 
 
 class AgainstZero(nn.Module):
@@ -110,7 +102,7 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = run_trainer(plan, model=net)
-    trainer.scores = Scores(4.0, 1), Noise(b"k" * 32)  # one in every step
+    trainer.covered = 4.0, Noise(b"k" * 32)
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:
@@ -162,40 +154,25 @@ def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize(
-    ("every", "end", "due"), [(4, 10, (4, 8, 10)), (5, 10, (5, 10)), (12, 10, (10,))]
-)
-def test_scores_are_due_as_often_as_they_are_priced(
-    every: int, end: int, due: tuple[int, ...]
-) -> None:
-    scores = Scores(2.0, every)
-    assert tuple(step for step in range(end + 1) if scores.due(step, end)) == due
+def test_the_score_is_charged_once_the_last_step_may_have_begun() -> None:
+    score, end = score_event(2.0), 10
     for base in range(end + 1):
+        part = TrainingEvent(0.1, 3.0, end - base)
         for begun in range(base, end + 1):
-            seen = [step for step in due if base < step <= begun]
-            assert scores.event(begun, end, base).steps == len(seen)
+            spent = Spent((), part, base=base, begun=begun, score=score)
+            tested = [event for event in spent.events if event.records == "test"]
+            assert tested == [score] * (base < begun == end)
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("every", rest_long([7, 1, None]))
-def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
+def test_the_score_costs_what_training_does() -> None:
     settings: dict[str, Any] = {"recipe": "paper", "batch_size": 1437}  # cheap to price
-    plan = resolve(
-        dataset="digits", epsilon=3, cover_scores=True, score_every=every, **settings
-    ).plan
-    assert plan.privacy.scores is not None
-    released = [
-        step
-        for step in range(plan.privacy.steps + 1)
-        if plan.privacy.scores.due(step, plan.privacy.steps)
-    ]
-    assert len(released) == {None: 1, 1: 20, 7: 3}[every]
-    tested = plan.privacy.scores.event(plan.privacy.steps, plan.privacy.steps)
-    assert tested == TrainingEvent(
-        1.0, plan.privacy.scores.noise_multiplier, len(released), records="test"
-    )
+    plan = resolve(dataset="digits", epsilon=3, cover_scores=True, **settings).plan
+    score = plan.privacy.score
+    assert score is not None
+    assert score == TrainingEvent(1.0, score.noise_multiplier, 1, records="test")
     training = total_epsilon((plan.privacy.event,), plan.privacy.delta)
-    assert 0.99 * training <= total_epsilon((tested,), plan.privacy.delta) <= training
+    assert 0.99 * training <= total_epsilon((score,), plan.privacy.delta) <= training
 
 
 # Runs.
@@ -207,7 +184,7 @@ COVERED: dict[str, Any] = {
 
 
 @pytest.mark.promise("scores")
-def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_score_that_is_paid_for_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = []
 
     def kept(result: Evaluation, *args: Any, **rest: Any) -> PrivateScore:
@@ -215,20 +192,18 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
         return release_score(result, *args, **rest)
 
     monkeypatch.setattr("dpmac_cli.runs.trainer.release_score", kept)
-    events, finished = train_events(digits_config(**COVERED, score_every="2"))
+    events, finished = train_events(digits_config(**COVERED))
     updates = [event.event for event in events if isinstance(event, Update)]
     shown = [event.result for event in updates if isinstance(event, Evaluated)]
     assert [type(result) for result in shown] == [PrivateScore] * 3
     accuracies = [line["test_accuracy"] for line in metrics_of(finished.folder)]
-    assert [value is None for value in accuracies] == [True, False, False]
-    assert len(exact) == 2
-    report, plan = finished.report, digits_config(**COVERED, score_every="2")
-    assert plan.privacy.scores is not None
-    assert report["privacy"]["covered_scores"]["released"] == 2
-    assert (
-        report["privacy"]["covered_scores"]["noise_multiplier"]
-        == plan.privacy.scores.noise_multiplier
-    )
+    assert [value is None for value in accuracies] == [True, True, False]
+    assert len(exact) == 1
+    report, score = finished.report, digits_config(**COVERED).privacy.score
+    assert score is not None
+    covered = report["privacy"]["covered_scores"]
+    assert covered["released"] == 1
+    assert covered["noise_multiplier"] == score.noise_multiplier
     assert report["test"]["accuracy"] == accuracies[-1] not in exact
     low, high = report["test"]["accuracy_interval"]
     assert low < report["test"]["interval"][0] < report["test"]["interval"][1] < high
@@ -250,11 +225,12 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     seeded = make_keys(SEED)
     every = {*keys, seeded.scores, seeded.noise, seeded.layers, seeded.sampler}
     assert len(every) == 6
-    trainer = run_trainer(digits_config(**COVERED, score_every="1"))
+    trainer = run_trainer(digits_config(**COVERED))
     errors = []
-    for _ in range(3):
-        for _ in range(12):
+    for end in (12, 24, 36):
+        while trainer.state.step < end:
             trainer.step()
+        trainer.plan = replace(trainer.plan, steps=end)
         errors.append(trainer.score().accuracy - trainer.evaluate().accuracy)
     assert len({round(error, 9) for error in errors}) == 3
     with pytest.raises(ValueError, match="step 36 is not after step 36"):
@@ -264,10 +240,10 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
 @pytest.mark.promise("scores")
 def test_a_score_is_saved_before_it_is_shown() -> None:
     """Or a resume would release another one in its place."""
-    for event in run.train(digits_config(**COVERED, score_every="1", out="run")):
-        if isinstance(event, Update) and isinstance(event.event, Evaluated):
+    for event in run.train(digits_config(**COVERED, out="run")):
+        if isinstance(event, Update) and isinstance(event.event, Evaluated) and event.event.last:
             break
-    assert checkpoint.read(Path("run")).step == 12
+    assert checkpoint.read(Path("run")).step == 36
 
 
 @pytest.mark.promise("scores")
@@ -311,8 +287,7 @@ def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
 @pytest.mark.promise("scores")
 @pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
 def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
-    flags: dict[str, Any] = {"sigma": 6.0, "epochs": 8, "score_every": "16"}
-    flags["batch_size"] = 1437  # cheap to price
+    flags: dict[str, Any] = {"sigma": 6.0, "epochs": 8, "batch_size": 1437}  # cheap to price
     before = train_digits(cover_scores=True, out="parent", **flags).report
     budget = cost_of_scores(before) + more
     changes = {"epochs": "16", "max_epsilon": f"{budget}", "out": "fork"}
@@ -373,39 +348,22 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
 
 
 @pytest.mark.promise("scores")
-def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
-    """Also between two scores, and where they cost more than the steps so far."""
-    plan = digits_config(**COVERED, score_every="1")
-    assert plan.privacy.scores is not None
-    less_noise = replace(
-        plan.privacy.scores, noise_multiplier=plan.privacy.scores.noise_multiplier / 1.5
-    )
-    plan = replace(plan, privacy=replace(plan.privacy, scores=less_noise))
-    assert plan.privacy.scores is not None
+def test_epsilon_on_the_way_covers_the_score_once_it_was_shown() -> None:
+    """Also where it costs more than the steps."""
+    plan = digits_config(**COVERED)
+    assert plan.privacy.score is not None
+    less_noise = score_event(plan.privacy.score.noise_multiplier / 1.5)
+    plan = replace(plan, privacy=replace(plan.privacy, score=less_noise))
     events, _ = train_events(plan)
     for event in (event for event in events if isinstance(event, Update)):
-        step = event.event.step
-        costs = (plan.privacy.event_of(step), plan.privacy.scores.event(step, plan.privacy.steps))
+        step, delta = event.event.step, plan.privacy.delta
+        costs = [plan.privacy.event_of(step)] + [less_noise] * (step == plan.privacy.steps)
         if event.epsilon is not None:
-            assert (
-                event.epsilon
-                >= max(total_epsilon((cost,), plan.privacy.delta) for cost in costs) - 1e-12
-            )
+            assert event.epsilon >= max(total_epsilon((cost,), delta) for cost in costs) - 1e-12
     assert all(event.epsilon is not None for event in events[-2:] if isinstance(event, Update))
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("by_class", [False, True])
-def test_no_unit_adds_more_than_one_even_by_rounding(by_class: bool) -> None:
+def test_no_unit_adds_more_than_one_even_by_rounding() -> None:
     result, units = outputs(399), units_of(np.arange(399) // 3)  # thirds have no exact digits
-    assert counts(result, units, by_class=by_class).sum(1).max() <= round(1 / GRID)
-
-
-def test_released_rates_are_those_of_the_true_classes() -> None:
-    labels = torch.tensor([0] * 80 + [1] * 20)
-    logits = torch.zeros(100, 2)
-    logits[:, 0] = 1.0  # always the first class, which is right in 80%
-    result = Evaluation(0.0, logits, labels, class_task(2))
-    noise = Noise(bytes(32)).at(1)
-    found = release_score(result, None, Scores(1e-3, 1, True), noise)
-    assert found.sensitivity == pytest.approx((1, 0), abs=0.01)
+    assert counts(result, units).max() <= round(1 / GRID)

@@ -15,7 +15,6 @@ from sklearn import metrics as sklearn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from dpmac_cli import ArrayData, predict
-from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
@@ -215,7 +214,7 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, group
     several = len(task.targets) > 1
     assert max(moves) > (0.5 if not several else 0.3 if grouped else 0.99)
     if several:
-        assert whole.sum() / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
+        assert whole / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
 
 
 def _by_unit(result: Evaluation, owners: Any) -> float:
@@ -228,9 +227,7 @@ def _by_unit(result: Evaluation, owners: Any) -> float:
 def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     result, sigma, size = evaluated(PLAIN, 400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
-    found = [
-        release_score(result, None, Scores(sigma, 1), noise.at(step)) for step in range(1, 1501)
-    ]
+    found = [release_score(result, None, sigma, noise.at(step)) for step in range(1, 1501)]
     values, deviation = [score.score for score in found], sigma * PLAIN.width / size
     assert_noise_of(found, values, result.metric("mae"), deviation)
     assert all(score.score_interval[0] <= score.interval[0] + 1e-9 for score in found)

@@ -38,7 +38,7 @@ from tests.tiers import rest_long
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
 FORK = {"lr": "0.01", "out": "forked"}
-SCORED = {"cover_scores": True, "score_every": "1"}
+SCORED = {"cover_scores": True}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ class Truth:
 
         def scored(*args: Any) -> PrivateScore:
             score = private_scores.release_score(*args)
-            self.scores[repr(score)] = args[2].noise_multiplier
+            self.scores[repr(score)] = args[2]
             self.tick()
             return score
 
@@ -137,8 +137,7 @@ def lose(draw: random.Random, where: Path) -> bool:
     ("seed", "scores"),
     [
         *rest_long(((seed, {}) for seed in range(12)), short=2),
-        *rest_long((seed, SCORED) for seed in range(25, 31)),
-        *rest_long((seed, {"cover_scores": True}) for seed in range(37, 41)),
+        *rest_long(((seed, SCORED) for seed in (*range(25, 31), *range(37, 41))), short=2),
     ],
 )
 def test_epsilon_is_never_below_what_was_spent(

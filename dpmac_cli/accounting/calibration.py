@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN, total_epsilon
-from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError
@@ -111,19 +111,16 @@ def affordable_steps(
     event: TrainingEvent,
     delta: float,
     budget: float,
-    earlier: Sequence[TrainingEvent] = (),
-    scores: Scores | None = None,
-    base: int = 0,
+    others: Sequence[TrainingEvent] = (),
 ) -> int:
-    """Return the largest T <= event.steps such that ``earlier`` and T steps are within budget.
+    """Return the largest T <= event.steps such that ``others`` and T steps are within budget.
 
-    The scores that the steps from ``base + 1`` on release are included. Raises BudgetError if the
-    first step costs more.
+    ``others`` are the other events that the budget pays for: earlier ones, and a covered score at
+    the end. Raises BudgetError if the first step costs more.
     """
 
     def cost(steps: int) -> float:
-        tested = () if scores is None else (scores.event(base + steps, base + steps, base),)
-        return total_epsilon((*earlier, replace(event, steps=steps), *tested), delta)
+        return total_epsilon((*others, replace(event, steps=steps)), delta)
 
     if math.isinf(budget):
         return event.steps

@@ -122,23 +122,12 @@ class TrainingEvent:
         return dp_accounting.SelfComposedDpEvent(one, self.compositions)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of test records, released with Gaussian noise."""
+def score_event(noise_multiplier: float) -> TrainingEvent:
+    """Return the event of one score of the test records, released with Gaussian noise.
 
-    noise_multiplier: float  # standard deviation of the noise over the sensitivity of a score
-    every: int  # steps between scores; there is also one after the last step
-    by_class: bool = False  # whether scores also include every class
-
-    def due(self, step: int, end: int) -> bool:
-        """Return whether a score is released after a step of a run that ends at step ``end``."""
-        return step == end or (step > 0 and step % self.every == 0)
-
-    def event(self, begun: int, end: int, base: int = 0) -> TrainingEvent:
-        """Return the event on test records of the scores after steps ``base + 1, ..., begun``."""
-        count = begun // self.every - base // self.every
-        count += base < end <= begun and end % self.every > 0
-        return TrainingEvent(1.0, self.noise_multiplier, count, records="test")
+    ``noise_multiplier`` is the standard deviation of the noise over the sensitivity of the score.
+    """
+    return TrainingEvent(1.0, noise_multiplier, 1, records="test")
 
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:

@@ -195,12 +195,12 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     test, scores, chosen = report["test"], report["privacy"]["covered_scores"], METRICS[metric]
     value = test[chosen.key]
     if scores and value is None:
-        yield Text("no test score was released: the run ended before the first one", ATTENTION)
+        yield Text("no test score was released: the run ended before its last step", ATTENTION)
         return
     counted = "units" if scores and report["privacy"]["unit"]["told_by"] else "samples"
     shown = (chosen.text(value), "bold")
     yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
-    if scores and not chosen.by_class:
+    if scores:
         low, high = map(chosen.text, test["interval"])
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"

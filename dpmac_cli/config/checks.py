@@ -62,7 +62,7 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
             f"--metric {plan.settings.metric}: records of {data.dataset} have {task.of_record} "
             f"each. Use {', '.join(chosen)}."
         )
-    elif privacy.scores is not None and plan.settings.metric not in known:
+    elif privacy.score is not None and plan.settings.metric not in known:
         use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
         yield (
             f"--metric {plan.settings.metric} cannot be released with noise, as dpmac tune and "
@@ -86,7 +86,7 @@ def _tested_twice(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     A unit is on one side only. Without units, each record is one, with its copies.
     """
     tested = data.found.signs.tested
-    if tested and privacy.scores is not None and not data.found.unit:
+    if tested and privacy.score is not None and not data.found.unit:
         yield (
             f"--cover-scores: {_copies(len(tested), 'test record', data.dataset)} of training "
             f"records, such as test record {tested[0] + 1}. Epsilon covers the scores of records "
@@ -229,7 +229,7 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
             "on them are too high. Leave them out on one side."
         )
     yield from (f"{dataset}: {remark}." for remark in found.signs.remarks)
-    if found.untested and privacy.scores is None:
+    if found.untested and privacy.score is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
             f"{dataset} has no test record of the classes {', '.join(some)}"

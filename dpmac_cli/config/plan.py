@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
@@ -109,7 +109,7 @@ class PrivacyPlan:
         batch_size: expected batch size B.
         max_epsilon: epsilon to stop before; infinite for no limit.
         unit: unit of privacy, in words.
-        scores: noise of test scores, which covers the test records; None for exact scores.
+        score: event of the test score, which covers the test records; None for exact scores.
         canaries: number of canaries of an audit; 0 without one.
         target: epsilon that the noise was calibrated for; None if the noise was given.
     """
@@ -120,7 +120,7 @@ class PrivacyPlan:
     delta: float
     max_epsilon: float
     unit: str
-    scores: Scores | None
+    score: TrainingEvent | None
     canaries: int
     target: float | None = None
 

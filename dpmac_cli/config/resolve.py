@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
-from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import (
     completed,
@@ -40,7 +40,6 @@ from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 
@@ -230,7 +229,7 @@ def resolve_batches(
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    It also covers ``earlier`` events. Covered test scores cost at most as much as training.
+    It also covers ``earlier`` events. A covered test score costs at most as much as training.
     """
     privacy, settings = plan.privacy, plan.settings
     if privacy.private and settings.epsilon is not None:
@@ -238,11 +237,10 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
         event = replace(privacy.event, noise_multiplier=sigma)
         privacy = replace(privacy, event=event, target=settings.epsilon)
         settings = settings.replace(sigma=sigma, epsilon=None)
-    if privacy.scores is not None:
+    if privacy.score is not None:
         target = min(total_epsilon((privacy.event,), privacy.delta), privacy.max_epsilon)
-        scores = privacy.scores.event(privacy.steps, privacy.steps)
-        sigma = calibrate_noise(scores, privacy.delta, target)
-        privacy = replace(privacy, scores=replace(privacy.scores, noise_multiplier=sigma))
+        sigma = calibrate_noise(privacy.score, privacy.delta, target)
+        privacy = replace(privacy, score=score_event(sigma))
     return replace(plan, privacy=privacy, settings=settings)
 
 
@@ -273,8 +271,6 @@ def _optimizer(settings: Settings) -> Optimizer:
 
 def _privacy(settings: Settings, records: int, unit: str) -> PrivacyPlan:
     event = _event(settings, records)
-    every = event.steps_per_epoch * (settings.score_every or event.steps)
-    by_class = METRICS[settings.metric].by_class
     return PrivacyPlan(
         private=not settings.no_dp,
         event=event,
@@ -282,7 +278,7 @@ def _privacy(settings: Settings, records: int, unit: str) -> PrivacyPlan:
         delta=settings.delta,
         max_epsilon=settings.max_epsilon or math.inf,
         unit=unit,
-        scores=Scores(0.0, every, by_class) if settings.cover_scores else None,
+        score=score_event(0.0) if settings.cover_scores else None,
         canaries=settings.canaries or 0,
     )
 

@@ -69,7 +69,6 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "task": ("backbone",),
     "augment": ("augmentations",),
     "shares": ("class_weights",),
-    "score_every": ("cover_scores",),
 }
 #: Class weights that follow from the shares of the classes.
 BALANCED = "balanced"
@@ -370,10 +369,8 @@ class Settings(Priced, frozen=True):
     """Test metric to show, and to rank a comparison by. [default: the first of them that fits the
     dataset]"""
     cover_scores: StrictBool = False
-    """Also protect the test records: release scores with noise, within the run's epsilon."""
-    score_every: Count | None = None
-    """Epochs between covered scores. More scores need more noise. [default: one score at the
-    end]"""
+    """Also protect the test records: release one score with noise, at the end, within the run's
+    epsilon."""
     checkpoint_every: Annotated[
         str | None,
         Pattern("[1-9][0-9]{0,14}|[0-9]{1,9}(\\.[0-9]+)?s", "steps (100) or seconds (60s)"),

@@ -105,7 +105,7 @@ class PrivateTraining(PrivateProgram):
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.device)
         plan = _as_asked(resolved.plan.on(str(device)), {**given, **keywords})
-        if plan.privacy.scores is not None:
+        if plan.privacy.score is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:
             plan = _with_loss(plan, own)

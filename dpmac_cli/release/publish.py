@@ -50,7 +50,7 @@ def publish(session: Session) -> Finished:
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
-    if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
+    if scored is None and plan.privacy.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     facts = public_facts(plan, session.spent(), task, trainer.sums.size)
     with trainer.published():

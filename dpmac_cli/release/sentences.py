@@ -74,7 +74,7 @@ class Case:
     @property
     def tested(self) -> str:
         """Return what the number of tested records counts."""
-        return self.counted if self.plan.privacy.scores else "records"
+        return self.counted if self.plan.privacy.score else "records"
 
     @property
     def class_weights(self) -> str:
@@ -185,14 +185,14 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     # Scores and data.
     (
         "covered scores",
-        lambda c: c.privacy.scores,
+        lambda c: c.privacy.score,
         "Test scores were released with Gaussian noise, which protects the test records like "
         "training protects the others. Each unit of privacy is used for training or for testing, "
         "never both, so epsilon is the larger of the two costs (parallel composition).",
     ),
     (
         "test records",
-        lambda c: c.data.found.held_out and not c.privacy.scores,
+        lambda c: c.data.found.held_out and not c.privacy.score,
         "The test records were split off from the private ones. They are also private, and nothing "
         "that is measured on them is covered.",
     ),
@@ -406,7 +406,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "not covered",
-        lambda c: c.private and not c.privacy.scores,
+        lambda c: c.private and not c.privacy.score,
         "The test records. The {c.data.facts.task.headline.title} was measured on them without "
         "noise. If settings, steps or this model were chosen by it, it is better than on other "
         "records, and the choice reveals information about the test records.",
@@ -449,7 +449,7 @@ def privacy(case: Case) -> Privacy:
         sampler=cost.sampler,
         sampling_rate=cost.sampling_rate,
         steps=cost.steps,
-        covered_scores=_covered_scores(case) if part.scores else None,
+        covered_scores=_covered_scores(case) if part.score else None,
         search=None if plan.search is None else _search(case, plan.search),
         events=_events(events),
         adjacency="add-or-remove-one" if part.private else None,
@@ -495,7 +495,7 @@ def _search(case: Case, plan: SearchPlan) -> SearchResult:
 
 def _computed(case: Case) -> tuple[Computed, ...]:
     """Return the values that a run computes from its records, and whether each is protected."""
-    data, covered = case.plan.data, case.plan.privacy.scores
+    data, covered = case.plan.data, case.plan.privacy.score
     shape = {
         "images": ("channels", "image size"),
         "numbers": ("columns and their ranges",),

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 
 #: Largest number of a header, exact in float64, and of a header's numbers with a fraction.
 MOST_COUNT, MOST_NUMBER = 1 << 53, 1e300
@@ -75,12 +75,6 @@ class Event(Part):
         return TrainingEvent(**dict(self))
 
 
-class _Scores(Part):
-    noise_multiplier: Noise
-    every: Count
-    by_class: bool
-
-
 class Kept(Part):
     """Steps that a run may have taken, as :class:`~dpmac_cli.runs.ledger.Spent` is kept on disk."""
 
@@ -90,7 +84,7 @@ class Kept(Part):
     begun: Steps
     seeded: bool
     secure: bool
-    scores: _Scores | None
+    score: Event | None
     target: Annotated[float, Field(gt=0, le=MOST_NUMBER)] | None
 
     @model_validator(mode="after")
@@ -107,7 +101,7 @@ class Kept(Part):
             **dict(self),
             "earlier": tuple(event.done for event in self.earlier),
             "event": self.event.done,
-            "scores": self.scores and Scores(**dict(self.scores)),
+            "score": self.score and self.score.done,
         }
 
 

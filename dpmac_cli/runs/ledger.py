@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.runs import folder, headers
 from dpmac_cli.storage import files
 
@@ -29,7 +29,7 @@ class Spent:
         event: event of the current part with all planned steps; it began at step ``base``.
         begun: last step of the run that may have begun.
         seeded: whether any part used a chosen seed. secure: whether all parts used --secure.
-        scores: scores of the test records, if they are covered.
+        score: event of the test score at the end, if it is covered.
         target: epsilon that was asked for, which a resumed run keeps to; None without.
     """
 
@@ -39,7 +39,7 @@ class Spent:
     begun: int = 0
     seeded: bool = False
     secure: bool = True
-    scores: Scores | None = None
+    score: TrainingEvent | None = None
     target: float | None = None
 
     @property
@@ -62,9 +62,9 @@ class Spent:
         """Events of all parts, up to the last step that may have begun."""
         part = replace(self.event, steps=self.begun - self.base)
         done = (*self.earlier, part) if part.steps or not self.earlier else self.earlier
-        if self.scores is None:
+        if self.score is None or not self.base < self.end <= self.begun:
             return done
-        return (*done, self.scores.event(self.begun, self.end, self.base))
+        return (*done, self.score)
 
     def continued(self, step: int) -> "Spent":
         """Return what was spent as a new part begins after a step: all that began, kept or not."""

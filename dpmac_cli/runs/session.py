@@ -200,7 +200,7 @@ class Session:
                     self.history.append(metrics_line(event, epsilon, plan))
                     ahead = pool.submit(self._epsilon, self._next(step))
                 # No other score may be released instead of one that was shown.
-                if due or (scored and plan.privacy.scores is not None):
+                if due or (last and plan.privacy.score is not None):
                     began = time.perf_counter()
                     self.save()
                     saved = time.perf_counter()
@@ -229,9 +229,8 @@ class Session:
             total_epsilon((*spent.earlier, spent.event), delta),
             total_epsilon((*spent.earlier, part), delta, widest=COARSE),
         )
-        if plan.privacy.scores is not None:
-            tested = plan.privacy.scores.event(step, self.steps, spent.base)
-            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), delta))
+        if plan.privacy.score is not None and step == self.steps:
+            epsilon = max(epsilon, total_epsilon((*spent.earlier, plan.privacy.score), delta))
         return epsilon
 
     def write_metrics(self) -> None:

@@ -163,9 +163,9 @@ def _last_step(plan: TrainPlan, before: Inherited) -> int:
     privacy, spent = plan.privacy, before.spent
     rest = privacy.event_of(privacy.steps - spent.base)
     budget = min(privacy.max_epsilon, spent.kept_to)
-    earlier, scores = spent.earlier, privacy.scores
+    others = spent.earlier if privacy.score is None else (*spent.earlier, privacy.score)
     try:
-        steps = affordable_steps(rest, privacy.delta, budget, earlier, scores, spent.base)
+        steps = affordable_steps(rest, privacy.delta, budget, others)
     except BudgetError:
         if before.before is None:
             raise
@@ -215,7 +215,7 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
         event=plan.privacy.event_of(steps - before.base),
         seeded=before.seeded or plan.settings.seed is not None,
         secure=before.secure and plan.settings.secure,
-        scores=plan.privacy.scores,
+        score=plan.privacy.score,
     )
 
 

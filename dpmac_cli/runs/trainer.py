@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dpmac_cli.accounting.events import Scores
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
@@ -33,11 +32,11 @@ class Trainer(Step):
 
     Attributes:
         sums: clipped sum over training records.
-        scores: how scores are covered, and their noise; None for exact scores.
+        covered: noise multiplier and noise of the covered score; None for exact scores.
     """
 
     sums: DataSum
-    scores: tuple[Scores, Noise] | None = None
+    covered: tuple[float, Noise] | None = None
 
     @property
     def data(self) -> Data:
@@ -67,17 +66,17 @@ class Trainer(Step):
             return evaluate(model, self.data, self.data.test, covered=covered)
 
     def score(self) -> Evaluation | PrivateScore:
-        """Return the scores to report: exact ones, or noisy ones for covered test records.
+        """Return the scores to report: exact ones, or for covered test records a noisy one.
 
-        Raises ValueError if the scores of this step were released before.
+        It is released after the last step alone. Raises ValueError if it was released before.
         """
-        if self.scores is None:
+        if self.covered is None:
             return self.evaluate()
-        (scores, noise), step = self.scores, self.state.step
-        if not scores.due(step, self.plan.steps):
+        (sigma, noise), step = self.covered, self.state.step
+        if step < self.plan.steps:
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
         result = self.evaluate(covered=True)
-        return release_score(result, self.data.test.units, scores, noise.at(step))
+        return release_score(result, self.data.test.units, sigma, noise.at(step))
 
 
 def make_trainer(
@@ -129,8 +128,8 @@ def make_trainer(
             hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
-    if privacy.scores is not None and rank == 0:
-        trainer.scores = privacy.scores, Noise(keys.scores, secure=True)
+    if privacy.score is not None and rank == 0:
+        trainer.covered = privacy.score.noise_multiplier, Noise(keys.scores, secure=True)
     return trainer
 
 
@@ -142,7 +141,7 @@ def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
 def _check_size(plan: TrainPlan, train: int, test: int) -> None:
     """Reject data whose number of records differs from that of sampling rate and epsilon."""
     facts = plan.data.facts
-    if train != facts.train_size or (plan.privacy.scores and test != facts.test_size):
+    if train != facts.train_size or (plan.privacy.score and test != facts.test_size):
         raise InputError(
             f"data has {train:,} training and {test:,} test records or units, but epsilon was "
             f"computed for the {facts.train_size:,} and {facts.test_size:,} of "

@@ -130,7 +130,7 @@ def _listed(
 ASIDE = ("recipe", "secure", "device", "metric")
 #: Settings that a comparison does not have: those of one run.
 NOT_STUDIED = (
-    *("optimizer", "max_epsilon", "secure", "canaries", "cover_scores", "score_every"),
+    *("optimizer", "max_epsilon", "secure", "canaries", "cover_scores"),
     *("seed", "out", "force", "json", "quiet", "debug"),
 )
 #: Settings of a study besides the optimizers.

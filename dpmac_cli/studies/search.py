@@ -41,7 +41,6 @@ DECIDED: Mapping[str, str] = {
     "no_dp": "without privacy any search is free: use dpmac compare",
     "seed": "whoever knows the seed knows how many trials there were",
     "canaries": "an audit tests one run: use dpmac train --canaries",
-    "score_every": "only the last score of a trial decides",
     "force": "a search is only replaced by hand: delete its folder",
 }
 #: Settings that a search can draw.
@@ -142,9 +141,9 @@ def secret_places(out: Path) -> list[Path]:
 def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
     """Return what a whole trial does to training and test records: its steps and its score."""
     privacy = plan.privacy
-    if privacy.scores is None:
-        raise ValueError("a trial needs covered scores: they decide which one is released")
-    return privacy.event, privacy.scores.event(privacy.steps, privacy.steps)
+    if privacy.score is None:
+        raise ValueError("a trial needs a covered score: it decides which one is released")
+    return privacy.event, privacy.score
 
 
 def plan_search(

@@ -159,7 +159,7 @@ def covered_score(report: Mapping[str, Any], metric: str) -> float:
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
     if not (report["privacy"]["covered_scores"] or {}).get("released"):
-        raise ValueError("a search needs covered scores")
+        raise ValueError("a search needs a covered score")
     value = report["test"][METRICS[metric].key]
     return -math.inf if value is None else METRICS[metric].better(float(value))
 

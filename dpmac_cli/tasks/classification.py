@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
     from dpmac_cli.tasks.task import Outputs
 
-BALANCED = EvaluationMetric(
-    "balanced-accuracy",
-    "balanced accuracy",
-    covered=True,
-    by_class=True,
-)
-
 
 @dataclass(frozen=True)
 class Classification(Task):
@@ -36,7 +29,7 @@ class Classification(Task):
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         EvaluationMetric("accuracy", "accuracy", covered=True),
-        BALANCED,
+        EvaluationMetric("balanced-accuracy", "balanced accuracy"),
         EvaluationMetric("auroc", "AUROC"),
         EvaluationMetric("average-precision", "average precision"),
         EvaluationMetric("f1", "F1"),

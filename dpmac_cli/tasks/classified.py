@@ -253,12 +253,9 @@ class Classified(Results):
         columns = (*self.names, "sens.", "spec.")
         return Table("rows: true class, columns: predicted", columns, rows, bold=columns[-2:])
 
-    def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
-        """Count correct records; with ``by_class``, correct and wrong ones by class."""
-        truth, guess = self.truth, self.guess
-        if by_class:
-            return np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64), 1
-        return (truth & guess).sum(1, keepdims=True), 1
+    def counted(self) -> tuple[NDArray[np.int64], int]:
+        """Return 1 for correct records and 0 for wrong ones."""
+        return (self.truth & self.guess).sum(1), 1
 
     def remark(self, loss: str) -> Remark | None:
         """Return a note on a model that is no better than one class, or that omits some."""

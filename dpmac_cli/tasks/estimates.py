@@ -127,11 +127,10 @@ class Estimates(Results):
         titles = tuple(metric.title for metric in shown)
         return Table("each target, in its units", titles, rows, ("MAE",))
 
-    def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
+    def counted(self) -> tuple[NDArray[np.int64], int]:
         """Return means over the targets of absolute errors as shares, rounded down."""
-        assert not by_class, "there are no classes"  # noqa: S101
         most = WHOLE // len(self.task.names)  # of one target, so that all are at most WHOLE
-        return np.floor(self.shares * most).astype(np.int64).sum(1, keepdims=True), WHOLE
+        return np.floor(self.shares * most).astype(np.int64).sum(1), WHOLE
 
     def remark(self, loss: str) -> Remark | None:
         """Return a note on targets for which one number for all records is as good.

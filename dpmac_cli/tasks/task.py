@@ -50,7 +50,6 @@ class EvaluationMetric:
         name: name in commands. title: name in sentences.
         chosen: whether ``--metric`` can name it.
         covered: whether it can be released with noise.
-        by_class: whether it is computed from counts of every class.
         share: whether it is a share of the records, shown in percent.
         lower: whether lower values are better.
     """
@@ -59,7 +58,6 @@ class EvaluationMetric:
     title: str
     chosen: bool = True
     covered: bool = False
-    by_class: bool = False
     share: bool = True
     lower: bool = False
 
@@ -154,11 +152,10 @@ class Results(ABC):
         """Return what ``dpmac eval`` prints besides metrics."""
 
     @abstractmethod
-    def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
+    def counted(self) -> tuple[NDArray[np.int64], int]:
         """Return what each record adds to a covered score, and the most that it can add.
 
-        Cells are integers, shape (records, cells), at least 0. Those of a record add up to at most
-        the second value.
+        Integers from 0 to the second value, shape (records,).
         """
 
     def remark(self, loss: str) -> Remark | None:
