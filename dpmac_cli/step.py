@@ -622,8 +622,9 @@ class PrivateStep(PrivateProgram):
 
         Raises:
             InputError: the dataset has no length, another number of records than n, or one several
-                times, as a ``Subset`` may have it, or one cannot be used; or it is asked for a
-                batch after another call.
+                times, as a ``Subset`` or ``ConcatDataset`` may have it, or one cannot be used; or
+                it is asked for a batch after another call. Copies are not found in other datasets
+                that read a dataset.
             ModelError: see :class:`PrivateStep`.
         """
         _check_size(size := size_of(dataset), self._sampling)

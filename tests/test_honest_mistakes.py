@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import (
     ArrayData,
@@ -163,9 +163,7 @@ class Transformed(Dataset[Any]):
 REPEATED: dict[str, Callable[[Any], Any]] = {
     "three times": lambda whole: ConcatDataset([whole] * 3),
     "a rare class": lambda whole: Subset(whole, [*range(60), *[1] * 20]),
-    "behind a transform": lambda whole: Transformed(Subset(whole, [*range(60), 1])),
-    "beside its transform": lambda whole: ConcatDataset([Transformed(whole), whole]),
-    "stacked": lambda whole: StackDataset(x=Subset(whole, [*range(60), 1]), y=records(61)),
+    "beside a subset": lambda whole: ConcatDataset([whole, Subset(whole, [1] * 20)]),
 }
 
 

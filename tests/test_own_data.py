@@ -431,14 +431,13 @@ def repeating(whole: TensorDataset) -> dict[str, Any]:
     numbers = list(range(40))
     return {
         "subset": Subset(whole, numbers * 3),
-        "of a subset": Subset(Subset(whole, numbers * 2), range(80)),
         "counted from the end": Subset(whole, [*numbers, -1, -40]),
         "concatenated": ConcatDataset([Subset(whole, range(30)), whole]),
     }
 
 
 @pytest.mark.promise("reading")
-@pytest.mark.parametrize("kind", ["subset", "of a subset", "counted from the end", "concatenated"])
+@pytest.mark.parametrize("kind", ["subset", "counted from the end", "concatenated"])
 def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kind: str) -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
     repeated = repeating(whole)[kind]
@@ -451,6 +450,14 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
     assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).private_notes
                 if "copies" in note]  # fmt: skip
+
+
+def test_copies_in_deeper_nesting_are_other_records_and_counted_in_a_note() -> None:
+    whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
+    known: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
+    nested = from_torch(Subset(Subset(whole, [*range(40), 1, 2]), range(42)), **known)
+    (note,) = resolve(dataset=nested, sigma=4).private_notes
+    assert "2 records of <arrays> are exact copies of others" in note
 
 
 @pytest.mark.promise("reading")

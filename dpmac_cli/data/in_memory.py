@@ -133,14 +133,16 @@ def from_torch(
         train: a dataset with a length that returns (image or tensor, label) pairs by index.
         test: the same for records to test on; see :class:`ArrayData`.
         unit: unit of each record, as in :class:`ArrayData`. With ``unit="record"`` each record is a
-            unit with its copies, such as those of a ``Subset`` whose indices repeat.
+            unit with its copies, which are found in a ``Subset`` whose indices repeat, and in a
+            ``ConcatDataset`` of datasets or of their subsets. The records of other datasets count
+            as different ones, also if they read another dataset.
         unit_test: the same for records to test on.
         facts: ``classes``, ``low``, ``high`` and others, as in :class:`ArrayData`.
 
     Raises:
         InputError: a record cannot be read, or has another shape or type than others; one record is
-            there several times in different units, as a ``Subset`` may have it, or is both in
-            ``train`` and in ``test``.
+            there several times in different units, or is both in ``train`` and in ``test``, by what
+            is said of ``unit``.
     """
     origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
     if isinstance(unit, str) and unit == RECORD:
@@ -253,31 +255,18 @@ def _check_held_out(train: Sequence[Origin], test: Sequence[Origin] = ()) -> Non
 def _origins(dataset: Any) -> Iterator[Origin]:
     """Yield which record of which dataset each record is, by identity and index.
 
-    A dataset that holds another one of its size, such as one with transforms, has its records.
+    One ``ConcatDataset`` is looked into, and one ``Subset`` in each of its parts. Every other
+    dataset has records of its own, whatever it reads them from.
     """
-    from torch.utils.data import Dataset, StackDataset  # noqa: PLC0415  (torch takes a second)
+    from torch.utils.data import ConcatDataset, Subset  # noqa: PLC0415  (torch takes a second)
 
-    parts: Any = getattr(dataset, "datasets", None)
-    indices, inner = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
-    if isinstance(dataset, StackDataset):  # the first part tells records apart
-        yield from _origins(next(iter(parts.values() if isinstance(parts, dict) else parts)))
-    elif isinstance(parts, list | tuple):  # ConcatDataset
-        for part in parts:
-            yield from _origins(part)
-    elif indices is not None and inner is not None:  # Subset
-        known = list(_origins(inner))
-        yield from (known[int(index)] for index in indices)
-    elif hasattr(dataset, "__len__"):
-        held = (v for v in getattr(dataset, "__dict__", {}).values() if isinstance(v, Dataset))
-        if (inner := next((v for v in held if _length(v) == len(dataset)), None)) is not None:
-            yield from _origins(inner)
-        else:
-            yield from ((id(dataset), row) for row in range(len(dataset)))
-
-
-def _length(dataset: Any) -> int | None:
-    """Return the number of records of a dataset, None of one that streams."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]
+    for part in parts:
+        if isinstance(part, Subset):
+            whole: Any = part.dataset
+            yield from ((id(whole), int(index) % len(whole)) for index in part.indices)
+        elif hasattr(part, "__len__"):
+            yield from ((id(part), row) for row in range(len(part)))
 
 
 def _place(name: str) -> Path:
