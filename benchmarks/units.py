@@ -20,8 +20,8 @@ from matplotlib import pyplot as plt
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.files import data_folder
 from dpmac_cli.release.run import finish, train
-from dpmac_cli.storage.paths import data_folder
 
 EPSILONS = (1.0, 3.0, 8.0)
 SEEDS = (0, 1, 2)

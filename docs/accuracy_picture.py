@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from dpmac_cli.plots import new_figure, write_figure
+from dpmac_cli.release.plots import new_figure, write_figure
 
 DOCS = Path(__file__).parent
 PICTURE = DOCS / "accuracy.png"

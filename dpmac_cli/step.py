@@ -61,8 +61,9 @@ from dpmac_cli.errors import (
     counted,
     raise_errors,
 )
+from dpmac_cli.models.digest import identical
 from dpmac_cli.models.modes import notes_on_modes
-from dpmac_cli.models.trial import (
+from dpmac_cli.models.trial_samples import (
     BatchLoss,
     Objective,
     Trial,
@@ -76,7 +77,6 @@ from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
-from dpmac_cli.storage.digest import identical
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum

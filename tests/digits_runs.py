@@ -14,13 +14,13 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.progress import heard_by
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.storage.progress import heard_by
 from tests.typed import dpmac
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.

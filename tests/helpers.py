@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data import user_data
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.clipping.batches import Structure
@@ -27,7 +28,6 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.training.canaries import Canaries

@@ -11,17 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dpmac_cli import files
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import dataset, image_folder
-from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import InputError
-from dpmac_cli.models.feature_cache import PROBED, featured
-from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.storage import files
-from dpmac_cli.storage.cache import (
+from dpmac_cli.data.cache import (
     WHOLE,
     RowFile,
     Rows,
@@ -29,7 +23,13 @@ from dpmac_cli.storage.cache import (
     kept_files,
     make_room,
 )
-from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.schema import Source
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.feature_cache import PROBED, featured
+from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.progress import LISTENER, Computing
 from tests.digits_runs import same_weights, train_events
 from tests.helpers import load
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from dpmac_cli import ArrayData, resolve
 from dpmac_cli.errors import DpmacError, InputError
+from dpmac_cli.models.digest import digest
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, unpacked
 from dpmac_cli.release.model_file import CHECKSUM
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import COMPARE_JSON, collect, write_comparison
 from tests.digits_runs import after, digits_config, train_digits

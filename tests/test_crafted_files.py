@@ -12,12 +12,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from dpmac_cli import bounded_yaml
+from dpmac_cli.data import memory
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
-from dpmac_cli.storage import bounded_yaml, memory
 from tests.typed import dpmac
 
 HUGE = 10**12

@@ -52,12 +52,12 @@ from dpmac_cli.models.registry import (
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published
+from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.prepare import prepare
-from dpmac_cli.storage.progress import Computing, heard_by
 from tests.digits_runs import (
     after,
     digits_config,

@@ -22,12 +22,12 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.digest import digest
 from dpmac_cli.release import run as running
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.storage.digest import digest
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 

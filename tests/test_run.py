@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dpmac_cli import files
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.sources import HEADER
@@ -20,7 +21,6 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs import trainer as engine
 from dpmac_cli.runs.session import Started
-from dpmac_cli.storage import files
 from tests.digits_runs import (
     PUBLIC_FILES,
     RATE,

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from scipy.stats import chisquare, kstest
 
+from dpmac_cli import files, progress
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.cli import tune as command
 from dpmac_cli.cli.account import Question, recount
@@ -34,7 +35,6 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as running
-from dpmac_cli.storage import files, progress
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import (
     RESTARTED,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.files import data_folder
 
 BATCHES = {"mnist": 64, "cifar10": 2000}
 SIDES = ("opacus", "dpmac")

@@ -23,8 +23,8 @@ from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.selection import Done, Search, epsilon_of
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np
-from dpmac_cli.storage.files import finite_or_none
 
 #: False positive rates of the bounds, and the one used in the statement.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)

@@ -40,8 +40,8 @@ from dpmac_cli.config.settings import (
 )
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
-from dpmac_cli.plots import KINDS, trade_offs, write_figure
-from dpmac_cli.storage.files import finite_or_none, to_json
+from dpmac_cli.files import finite_or_none, to_json
+from dpmac_cli.release.plots import KINDS, trade_offs, write_figure
 
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}

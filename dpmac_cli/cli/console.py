@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.storage.progress import Computing, heard_by
+from dpmac_cli.progress import Computing, heard_by
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
 #: and blue is too faint on black.

@@ -17,12 +17,12 @@ from dpmac_cli.cli.options import stop
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Reduced, Started, Update
-from dpmac_cli.storage.progress import Computing, heard_by
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation

@@ -29,15 +29,14 @@ __all__ = (
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
     from dpmac_cli.config import resolve
-    from dpmac_cli.data import csv_file, table
+    from dpmac_cli.data import cache, csv_file, table
     from dpmac_cli.release import audit, prediction, report, run
     from dpmac_cli.runs import environment, folder, workers
-    from dpmac_cli.storage import cache
     from dpmac_cli.studies import local, ray_cluster, tune
     from dpmac_cli.training import distributed
 else:
     audit = OnFirstUse("dpmac_cli.release.audit")
-    cache = OnFirstUse("dpmac_cli.storage.cache")
+    cache = OnFirstUse("dpmac_cli.data.cache")
     csv_file = OnFirstUse("dpmac_cli.data.csv_file")
     display = OnFirstUse("dpmac_cli.cli.display")
     distributed = OnFirstUse("dpmac_cli.training.distributed")

@@ -26,9 +26,8 @@ from dpmac_cli.config.settings import (
 from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
+from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
 from dpmac_cli.release.card import answered_card, run_page
-from dpmac_cli.storage.files import to_json, write_atomically
-from dpmac_cli.storage.paths import cache_folder, cache_size
 from dpmac_cli.studies.results import COMPARE_JSON, study_page
 
 Answer = str | None

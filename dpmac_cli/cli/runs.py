@@ -18,8 +18,8 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import JsonFlags, argument, with_options
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
-from dpmac_cli.storage.files import to_json
 from dpmac_cli.tasks.known import METRICS
 
 #: Where runs are, unless a folder is named.

@@ -29,8 +29,8 @@ from dpmac_cli.config.settings import (
 )
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, counted, raise_errors
+from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
-from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.task import Table
 

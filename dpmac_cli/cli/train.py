@@ -11,8 +11,8 @@ from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
+from dpmac_cli.files import to_json
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
     from dpmac_cli.release.publish import Finished

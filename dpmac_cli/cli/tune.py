@@ -13,7 +13,7 @@ from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.flags import Flags, SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
-from dpmac_cli.storage.files import to_json
+from dpmac_cli.files import to_json
 from dpmac_cli.studies.search import (
     DECIDED,
     SEARCHED,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmac_cli.storage.files import table
+from dpmac_cli.files import table
 
 HERE = Path(__file__).parent
 #: Recipes without a file: the run of the paper, and the best run for a budget.

@@ -34,11 +34,11 @@ from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, named, raise_errors
+from dpmac_cli.files import data_folder
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
-from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.schedules import LossKind, Recipe
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
+from dpmac_cli.bounded_yaml import TextLoader, read_text
 from dpmac_cli.config.flags import flag_name, is_given, valid
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, Settings
 from dpmac_cli.errors import raise_errors
-from dpmac_cli.storage.bounded_yaml import TextLoader, read_text
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.copies import are_expected, copies_among, sides_of
+from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import (
     NAMED,
@@ -38,8 +40,6 @@ from dpmac_cli.data.targets import (
 )
 from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
-from dpmac_cli.storage.cache import Rows
-from dpmac_cli.storage.memory import check_memory
 from dpmac_cli.tasks.classification import Classification
 
 #: Largest absolute value of a range's limits, and smallest distance between them.

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.units import Units
-from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.task import Task
 
 Places = slice | NDArray[np.int64]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
 from dpmac_cli.data.schema import Source, complaints
 from dpmac_cli.errors import RunError, raise_errors
-from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, complete, kept_file
-from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.progress import report
+from dpmac_cli.files import cache_folder
+from dpmac_cli.progress import report
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dpmac_cli.data.array_file import channels_first
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, Records, Source
@@ -18,7 +19,6 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import sklearn_datasets, vision_datasets
-from dpmac_cli.storage.cache import Rows
 
 
 def load_data(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from dpmac_cli.storage.files import catalogue
+from dpmac_cli.files import catalogue
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import Task
 

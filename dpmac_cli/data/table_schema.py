@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
+from dpmac_cli.bounded_yaml import TextLoader, read_text
 from dpmac_cli.data.column_schema import (
     UTF8,
     CellValues,
@@ -30,7 +31,6 @@ from dpmac_cli.data.column_schema import (
 )
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import jinja2
-from dpmac_cli.storage.bounded_yaml import TextLoader, read_text
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from dpmac_cli.data.tokens import TextReader, scale_of
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, panics_as_errors, raise_errors
+from dpmac_cli.files import table
 from dpmac_cli.libraries import tokenizers, transformers
-from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
 CONFIG, TOKENIZER, POOLING = "config.json", "tokenizer.json", "1_Pooling/config.json"

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpmac_cli.data.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
+from dpmac_cli.models.digest import digest
 from dpmac_cli.models.features import FrozenFeatures, by_threads
-from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
-from dpmac_cli.storage.digest import digest
-from dpmac_cli.storage.progress import report
+from dpmac_cli.progress import report
 
 VERSION = 6
 #: Fixed number of images whose features are computed at a time.

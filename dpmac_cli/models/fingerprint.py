@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.digest import identical
 from dpmac_cli.models.modes import Modes
-from dpmac_cli.storage.digest import identical
 
 #: Remedy for changes between steps.
 BETWEEN = (

@@ -26,7 +26,7 @@ from dpmac_cli.dp.clipping.vmap_support import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.modes import evaluating
-from dpmac_cli.models.trial import NAMED, Trial, device_of, dtype_of
+from dpmac_cli.models.trial_samples import NAMED, Trial, device_of, dtype_of
 from dpmac_cli.torch_errors import (
     DIFFERENTIATED,
     HELD_DTYPE,

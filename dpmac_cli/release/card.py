@@ -14,7 +14,7 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.libraries import jinja2, markdown_it
-from dpmac_cli.plots import as_svg, course, trade_offs
+from dpmac_cli.release.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine

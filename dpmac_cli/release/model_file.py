@@ -14,17 +14,17 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli import files
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, as_typed, first_fault
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
+from dpmac_cli.models.digest import digest
 from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.release.report import Facts, Privacy, parse_file
 from dpmac_cli.runs import folder
-from dpmac_cli.storage import files
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach
 
 #: A model file, its weights, its facts, and these as validated.

@@ -36,14 +36,14 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
+from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.report import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
-from dpmac_cli.storage.progress import report
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 

@@ -20,7 +20,7 @@ from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.modes import notes_on_modes
-from dpmac_cli.models.trial import trained_parts
+from dpmac_cli.models.trial_samples import trained_parts
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import safetensors.torch
 
-from dpmac_cli import __version__
+from dpmac_cli import __version__, files
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.registry import SPLIT_RULE
@@ -26,7 +26,6 @@ from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
-from dpmac_cli.storage import files
 from dpmac_cli.tasks.task import Task
 
 State = Literal["finished", "interrupted", "budget-spent"]

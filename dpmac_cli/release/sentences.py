@@ -16,6 +16,7 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.plan import SearchPlan, TrainPlan
 from dpmac_cli.data.schema import listed
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.optim.optimizer import InBall
@@ -31,7 +32,6 @@ from dpmac_cli.release.report import (
 )
 from dpmac_cli.runs.headers import Event
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.storage.files import finite_or_none
 
 AUDIT_RUN = (
     "An audit run: it also trained on artificial records for an attack. The model is unfit for "

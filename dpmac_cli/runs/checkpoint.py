@@ -14,11 +14,11 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from dpmac_cli import files
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.digest import digest
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder, headers
-from dpmac_cli.storage import files
-from dpmac_cli.storage.digest import digest
 
 VERSION = 8
 

@@ -16,7 +16,7 @@ from dpmac_cli.dp.clipping.batch_invariance import TRIED, find_manner
 from dpmac_cli.dp.clipping.per_sample import BY_ROW
 from dpmac_cli.dp.precision import Arithmetic, full_float32
 from dpmac_cli.errors import InputError
-from dpmac_cli.storage.paths import cache_folder, data_folder
+from dpmac_cli.files import cache_folder, data_folder
 from dpmac_cli.training.distributed import Ranks
 
 #: Prefixes of environment variables that make libraries choose other kernels.

@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
+from dpmac_cli.bounded_yaml import ValueLoader, read_text
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.files import PART, PRIVATE_MODE, write_atomically
 from dpmac_cli.models.registry import UserModel, parse_model
-from dpmac_cli.storage.bounded_yaml import ValueLoader, read_text
-from dpmac_cli.storage.files import PART, PRIVATE_MODE, write_atomically
 
 #: Folder of runs without --out.
 RUNS = Path("runs")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli import files
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.runs import folder, headers
-from dpmac_cli.storage import files
 
 FILE = folder.LEDGER
 #: Reservations of a run, because syncing to disk takes time. Steps of one that are not taken are

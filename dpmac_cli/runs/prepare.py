@@ -12,6 +12,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
@@ -19,11 +20,10 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
-from dpmac_cli.models.trial import Trial, dtype_of
+from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.lineage import carried_by
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dpmac_cli import files
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.storage import files
-from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation

@@ -23,6 +23,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.environment import choose_device
@@ -31,7 +32,6 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
-from dpmac_cli.storage.progress import Computing, heard_by
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
 

@@ -13,12 +13,12 @@ from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 

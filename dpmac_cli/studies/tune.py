@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli import files
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
+from dpmac_cli.progress import unheard
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.storage import files
-from dpmac_cli.storage.progress import unheard
 from dpmac_cli.studies.search import SearchSpace, plan_search, secret_places
 from dpmac_cli.tasks.known import METRICS
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np
-from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import (
     Sizes,
     clopper_pearson,

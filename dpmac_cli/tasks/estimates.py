@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np, special
-from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import TAIL, resampled
 from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Interval, Remark, Results, Table, Task

@@ -20,7 +20,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.models.modes import evaluating
-from dpmac_cli.models.trial import dtype_of
+from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness import sampling
 from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.torch_errors import type_and_place
 
 #: Records whose contents identify a dataset, evenly spaced.

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dpmac_cli.plots import COLOURS
+from dpmac_cli.release.plots import COLOURS
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import LostJobError, carry_out

@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import Result
 
+from dpmac_cli import files
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.release import publish
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.storage import files
 from tests.digits_runs import (
     contents,
     digits_config,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import ByLayer, PerSampleGradients
+from dpmac_cli.dp.clipping.layer_gradients import ByLayer, PerSampleGradients
 from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample import PerSample

@@ -26,9 +26,9 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_weights,
 )
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, StandardisedConv2d
-from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.ghost_clipping import UseSizes
 from dpmac_cli.dp.clipping.layer_calls import chain_of
+from dpmac_cli.dp.clipping.layer_gradients import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
@@ -108,8 +108,8 @@ def test_sums_are_those_of_each_record_alone(
 ) -> None:
     case = SMALL[name]
     if way in {"pairs of positions", "pieces"}:
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 500)
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.layer_gradients.PIECE", 500)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.layer_gradients.HELD", 0)
         monkeypatch.setattr("dpmac_cli.dp.clipping.tied_products.ADDED", 2)
         cheap = ("instantiating", lambda *_: 0) if way == "pieces" else ("pairs", 0)
         monkeypatch.setattr(UseSizes, *cheap)

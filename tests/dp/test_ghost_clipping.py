@@ -20,12 +20,12 @@ from torch.nn.functional import unfold
 from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import ghost_clipping
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
-from dpmac_cli.dp.clipping.forms import (
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
+from dpmac_cli.dp.clipping.layer_gradients import (
     ByLayer,
     PerSampleGradients,
     total_squared_norms,
 )
-from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms

@@ -20,7 +20,7 @@ from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import plain, returned
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.trial_samples import Objective
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise, SeededNormals

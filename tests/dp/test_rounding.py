@@ -22,8 +22,8 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
-from dpmac_cli.dp.clipping.forms import Instantiated, total_squared_norms
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
+from dpmac_cli.dp.clipping.layer_gradients import Instantiated, total_squared_norms
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms, sum_rounded_up

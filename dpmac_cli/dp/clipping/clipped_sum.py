@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, samples_in
-from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.layer_gradients import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.norms import Mask, RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
-from dpmac_cli.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,8 +22,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.storage.files import PRIVATE_FOLDER, PRIVATE_MODE, naming
-from dpmac_cli.storage.paths import cache_size
+from dpmac_cli.files import PRIVATE_FOLDER, PRIVATE_MODE, cache_size, naming
 
 #: Suffixes of a complete file, and of one that is being computed.
 WHOLE, BEGUN = ".rows", ".begun"

@@ -1,1 +1,0 @@
-"""Files, checksums and folders. Independent of runs."""
