@@ -15,7 +15,6 @@ from .config.resolve import resolve as resolve
 from .config.settings import Settings as Settings
 from .data.in_memory import ArrayData as ArrayData
 from .data.in_memory import from_dataframe as from_dataframe
-from .data.in_memory import from_torch as from_torch
 from .dp.geometry import AdaClipEllipsoid as AdaClipEllipsoid
 from .dp.geometry import Ball as Ball
 from .dp.geometry import Geometry as Geometry
@@ -53,6 +52,7 @@ from .step import clipped_grad as clipped_grad
 from .studies.grid import plan as plan
 from .studies.results import collect as collect
 from .studies.tune import tune as tune
+from .training.torch_datasets import from_torch as from_torch
 
 __all__: list[str]
 __version__: str

@@ -26,6 +26,8 @@ __all__ = (
     "special",
     "stats",
     "tokenizers",
+    "torch",
+    "torch_data",
     "transformers",
     "vision_datasets",
     "vision_models",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     import matplotlib
     import numpy as np
     import tokenizers
+    import torch
     import transformers
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     from dp_accounting.rdp import rdp_privacy_accountant
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from scipy import fft, optimize, signal, special, stats
     from sklearn import datasets as sklearn_datasets
     from torch.optim import adam as fused_adam
+    from torch.utils import data as torch_data
     from torchvision import datasets as vision_datasets
     from torchvision import models as vision_models
 else:
@@ -78,6 +82,8 @@ else:
     special = OnFirstUse("scipy.special")
     stats = OnFirstUse("scipy.stats")
     tokenizers = OnFirstUse("tokenizers")
+    torch = OnFirstUse("torch")
+    torch_data = OnFirstUse("torch.utils.data")
     transformers = OnFirstUse("transformers")
     vision_datasets = OnFirstUse("torchvision.datasets")
     vision_models = OnFirstUse("torchvision.models")

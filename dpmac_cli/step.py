@@ -28,7 +28,6 @@ from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.in_memory import check_copies
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
     Batch,
@@ -105,6 +104,7 @@ from dpmac_cli.training.loading import (
 )
 from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import TrainState
+from dpmac_cli.training.torch_datasets import check_copies
 
 #: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
 #: the rounding of sums.

@@ -6,20 +6,19 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
 
 from dpmac_cli.data.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
 from dpmac_cli.data.schema import Source, complaints
 from dpmac_cli.errors import RunError, raise_errors
 from dpmac_cli.files import cache_folder
+from dpmac_cli.libraries import torch, torch_data
 from dpmac_cli.progress import report
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Seen = TypeVar("Seen")
 
@@ -120,15 +119,13 @@ def decoded(rows: RowFile, paths: Sequence[str], levels: int | None = None) -> d
     Returns:
         Why images could not be decoded, by their rows.
     """
-    import torch  # noqa: PLC0415  (it takes a second)
-    from torch.utils.data import DataLoader  # noqa: PLC0415
 
     def decode_some(some: Sequence[int]) -> dict[int, str]:
         found = {row: decode_into(rows, row, paths[row], levels) for row in some}
         return {row: f"{paths[row]} {fault}" for row, fault in found.items() if fault}
 
     several, faults, done = len(rows) > FEW, dict[int, str](), 0
-    loader: Iterable[dict[int, str]] = DataLoader(
+    loader: Iterable[dict[int, str]] = torch_data.DataLoader(
         range(len(rows)),  # type: ignore[arg-type]
         AT_A_TIME,
         collate_fn=decode_some,
@@ -163,7 +160,9 @@ def decode_into(rows: RowFile, row: int, path: str, levels: int | None = None) -
     return None
 
 
-def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -> NDArray[np.uint8]:
+def decode(
+    opened: Image.Image, shape: tuple[int, ...], levels: int | None = None
+) -> NDArray[np.uint8]:
     """Return an image upright as (channels, height, width), resized if its size differs.
 
     Args:
@@ -173,8 +172,6 @@ def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -
     Raises:
         ValueError: ``levels`` cannot be applied to a colour image with 16 bits per channel.
     """
-    from PIL import Image  # noqa: PLC0415  (only pictures need it)
-
     (channels, height, width), turn = shape, turn_of(opened)
     if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
         pixels = np.rint(np.asarray(opened) / ((levels or _white(opened)) / 255))
@@ -191,16 +188,14 @@ def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -
     return result.transpose(2, 0, 1)
 
 
-def _white(opened: "Image") -> int:
+def _white(opened: Image.Image) -> int:
     """Return the largest value of a grey image: TIFF also stores 12 bits per pixel."""
     bits = getattr(opened, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
     return min(WHITE, (1 << int(max(bits))) - 1)
 
 
-def turn_of(opened: "Image") -> int | None:
+def turn_of(opened: Image.Image) -> int | None:
     """Return how to turn an image upright, as its EXIF says; None if it is upright."""
-    from PIL import Image  # noqa: PLC0415  (only pictures need it)
-
     if opened.format == "TIFF":
         return None
     try:  # not opened.getexif(), which decodes a PNG to look for EXIF behind its pixels
@@ -209,16 +204,14 @@ def turn_of(opened: "Image") -> int | None:
         return None
 
 
-def size_of(opened: "Image") -> tuple[int, int]:
+def size_of(opened: Image.Image) -> tuple[int, int]:
     """Return the width and height of an image once it is upright."""
     width, height = opened.size
     return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
 
 
-def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
+def looked_at(path: str, look: Callable[[Image.Image], Seen]) -> Seen | str:
     """Open an image and return the result of ``look``, or why it cannot be read."""
-    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415  (only pictures need it)
-
     try:
         with open(path, "rb") as file, Image.open(file) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):

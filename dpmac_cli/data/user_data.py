@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dpmac_cli.data.array_file import read_dataset, read_npz
 from dpmac_cli.data.image_folder import read_images
 from dpmac_cli.data.schema import TABLES, DataFacts, Records, Source, left_out
+from dpmac_cli.data.table import read_table
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
@@ -46,8 +47,6 @@ def inspect(source: Source) -> DataFacts:
     if (in_memory is not None and in_memory.arrays is None) or (
         path.is_file() and path.suffix in TABLES
     ):
-        from dpmac_cli.data.table import read_table  # noqa: PLC0415  (loads pyarrow)
-
         return read_dataset(source, *read_table(source))
     if path.is_dir():
         read = read_images if source.texts is None else read_folder

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.libraries import jinja2, markdown_it
+from dpmac_cli.libraries import jinja2, markdown_it, torch
 from dpmac_cli.release.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
@@ -146,9 +146,7 @@ def _largest(report: Report) -> str:
 
 def _is_plain(model: "nn.Module") -> bool:
     """Return whether a network is a sequence of torch layers."""
-    from torch import nn  # noqa: PLC0415  (dpmac card needs none)
-
-    return type(model) is nn.Sequential and all(
+    return type(model) is torch.nn.Sequential and all(
         type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
         for layer in model.children()
     )

@@ -31,6 +31,7 @@ from dpmac_cli.data.schema import (
     left_out,
     refuse,
 )
+from dpmac_cli.data.table import read_inputs
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_arrays
@@ -204,8 +205,6 @@ def read_unlabelled(
     raise_errors(_misfits(path, kind, released, id_column))
     facts, reader = released.header, released.reader
     if facts.dataset.table is not None:
-        from dpmac_cli.data.table import read_inputs  # noqa: PLC0415  (loads pyarrow)
-
         schema = schema_of(facts.dataset.table, f"{path}: the schema of the model")
         found = read_inputs(path, schema, reader, id_column, skip_bad)
         at = _arrays(found.inputs, path, facts)
