@@ -6,7 +6,6 @@ from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
-from .accounting.sampling import Cyclic as Cyclic
 from .accounting.sampling import Poisson as Poisson
 from .accounting.sampling import RandomAllocation as RandomAllocation
 from .accounting.statements import format_epsilon as format_epsilon

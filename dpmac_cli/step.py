@@ -608,9 +608,9 @@ class PrivateStep(PrivateProgram):
         A batch may have any number of rows, also none. Take a step with each, in order. Records are
         read when they are drawn, one by one, so that none changes the row of another.
 
-        Each call begins an epoch of :class:`~dpmac_cli.RandomAllocation` or
-        :class:`~dpmac_cli.Cyclic`, because the dataset may be in another order: the rest of an
-        epoch that was begun is left out, and counted. Earlier loaders end.
+        Each call begins an epoch of :class:`~dpmac_cli.RandomAllocation`, because the dataset may
+        be in another order: the rest of an epoch that was begun is left out, and counted. Earlier
+        loaders end.
 
         Args:
             dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
@@ -806,8 +806,8 @@ def _check_arguments(
         )
     if not isinstance(sampling, BatchSampling):
         errors.append(
-            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
-            f"RandomAllocation(...) or Cyclic(...), not {sampling!r}."
+            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256) "
+            f"or RandomAllocation(...), not {sampling!r}."
         )
     errors += [NO_SEED] * (keywords.get("seed") is not None)
     errors += [

@@ -17,7 +17,7 @@ MARK = re.compile(r"mark\.promise\('([a-z-]+)'\)")
 
 PROMISES = {
     "price": "epsilon is the accountant's, for the sampler and the steps that really ran",
-    "allocation": "the cost of random allocation and cyclic batches agrees with quadrature",
+    "allocation": "the cost of random allocation agrees with quadrature",
     "risk": "no attack exceeds the bounds of `--risk`",
     "target": "a target epsilon is met, a budget is not exceeded",
     "sampling": "batches are sampled as accounted for",

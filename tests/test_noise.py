@@ -100,7 +100,7 @@ def test_every_bit_of_a_key_matters() -> None:
 
 
 @pytest.mark.promise("noise")
-@pytest.mark.parametrize(("seed", "sampler"), [*zip((5, None, 5), SAMPLERS, strict=True)])
+@pytest.mark.parametrize(("seed", "sampler"), [*zip((5, None), SAMPLERS, strict=True)])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
     config = resolve({"dataset": "digits", "sigma": 6, "seed": seed, "sampler": sampler}).plan
     keys = make_keys(seed)

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from dpmac_cli import (
     ArrayData,
     BudgetError,
-    Cyclic,
     InputError,
     ModelError,
     Noise,
@@ -449,10 +448,9 @@ def test_no_noise_and_no_batch_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.promise("resume")
-@pytest.mark.parametrize("sampling", [RandomAllocation, Cyclic])
-def test_a_continued_training_begins_an_epoch(sampling: Any) -> None:
+def test_a_continued_training_begins_an_epoch() -> None:
     """A record is in one batch of each epoch that is counted."""
-    drawn = sampling(n=RECORDS, batch_size=BATCH)
+    drawn = RandomAllocation(n=RECORDS, batch_size=BATCH)
     settings: dict[str, Any] = {**SETTINGS, "steps": 2 * drawn.steps_per_epoch}
     first, again = (PrivateStep(reader(), loss, sampling=drawn, **settings) for _ in range(2))
     again.load_state_dict(saved_after(first, 1), taken=1)
@@ -466,10 +464,9 @@ def test_a_continued_training_begins_an_epoch(sampling: Any) -> None:
 
 
 @pytest.mark.promise("sampling")
-@pytest.mark.parametrize("sampling", [RandomAllocation, Cyclic])
-def test_another_loader_begins_an_epoch_and_counts_the_one_before(sampling: Any) -> None:
+def test_another_loader_begins_an_epoch_and_counts_the_one_before() -> None:
     """The dataset may be in another order, by which a record could be twice in an epoch."""
-    drawn = sampling(n=RECORDS, batch_size=BATCH)
+    drawn = RandomAllocation(n=RECORDS, batch_size=BATCH)
     length = drawn.steps_per_epoch
     step = PrivateStep(reader(), loss, sampling=drawn, **{**SETTINGS, "steps": 3 * length})
     first = step.loader(Notes())

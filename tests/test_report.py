@@ -129,7 +129,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     ),
     "no events": ("privacy.events: ", lambda v: v["privacy"].update(events=[])),
     "unknown sampler": (
-        "sampler: is not one of poisson, random-allocation, cyclic",
+        "sampler: is not one of poisson, random-allocation",
         lambda v: v["privacy"]["events"][0].update(sampler="dice"),
     ),
     "event with another key": (

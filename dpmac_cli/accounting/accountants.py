@@ -209,7 +209,7 @@ def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Losses
 @functools.lru_cache(maxsize=8)
 def _part(event: TrainingEvent, width: float) -> Any:
     if event.sampling.once_an_epoch:
-        steps = event.steps_per_epoch if event.sampling.amplified else 1
+        steps = event.steps_per_epoch
         one = allocated_gaussian(steps, event.noise_multiplier, width)
     else:
         one = _sampled_gaussian(event.rate, event.noise_multiplier, width)

@@ -25,8 +25,6 @@ class Sampling:
     #: Whether a record is in exactly one batch of each epoch. Any epoch that has begun then counts
     #: as a whole.
     once_an_epoch: bool = False
-    #: Whether the choice of a record's batch is secret again in each epoch, which lowers the cost.
-    amplified: bool = True
 
 
 SAMPLERS: Mapping[str, Sampling] = {
@@ -38,12 +36,6 @@ SAMPLERS: Mapping[str, Sampling] = {
         summary="each record is assigned to one batch of each epoch, independently",
         done="randomly allocated",
         once_an_epoch=True,
-    ),
-    "cyclic": Sampling(
-        summary="each record is assigned to one batch, independently, the same in every epoch",
-        done="cyclic",
-        once_an_epoch=True,
-        amplified=False,
     ),
 }
 #: Splits of the records. No record is in both.

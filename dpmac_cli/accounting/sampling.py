@@ -77,13 +77,3 @@ class RandomAllocation(BatchSampling):
     """Each record is in one batch of each epoch, chosen at random, independently of the others."""
 
     sampler: ClassVar[str] = "random-allocation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cyclic(BatchSampling):
-    """Each record is in one batch, chosen at random, and the same one in every epoch.
-
-    An epoch costs as much as one step on all records: :class:`RandomAllocation` costs less.
-    """
-
-    sampler: ClassVar[str] = "cyclic"

@@ -73,7 +73,7 @@ class KeyedSampler:
         name: a key of that table.
         size: number n of training records.
         rate: q of "poisson", in (0, 1]. The size of a batch may be 0, and is private.
-        steps: number of steps of an epoch, whose batches are disjoint for the other samplers.
+        steps: number of steps of an epoch, whose batches are disjoint for "random-allocation".
         key: secret key of the sampler.
         secure: whether to use a cipher for draws.
         base: steps taken before the key was created. Continuing an epoch of another key would use
@@ -100,11 +100,9 @@ class KeyedSampler:
         """Return the records of step t."""
         if self._name == "poisson":
             return self._choices(step).independently(self._rate)
-        epoch, place = divmod(step - 1 - self._base, self._steps)
-        if self._name == "cyclic":
-            epoch = 0
-        elif self._name != "random-allocation":
+        if self._name != "random-allocation":
             raise ValueError(f"there is no sampler {self._name}")
+        epoch, place = divmod(step - 1 - self._base, self._steps)
         if epoch != self._epoch:
             self._epoch, self._dealt = epoch, self._choices(epoch).bins(self._steps)
         return np.flatnonzero(self._dealt == place)
