@@ -57,8 +57,8 @@ def csv_file(where: Path, contents: Contents) -> Source:
 def table_of_numbers(where: Path, contents: Contents) -> Source:
     """Numbers to predict."""
     (where / "t.csv").write_text("\n".join([",".join(COLUMNS), *contents, ""]))
-    label = [{"column": "y", "range": [0, 9]}, {"column": "k", "range": [0, 1]}]
-    columns = {"x": {"range": [0, 99]}}
+    label = {"column": "y", "range": [0, 9]}
+    columns = {"x": {"range": [0, 99]}, "k": {"range": [0, 1]}}
     schema = schema_of({"label": label, "columns": columns, "drop": ["unit", "note"]}, "schema")
     return Source(where / "t.csv", schema=schema)
 
@@ -86,8 +86,7 @@ def arrays(_: Path, contents: Contents) -> Source:
 def numbers(_: Path, contents: Contents) -> Source:
     """Numbers to predict."""
     x, y = zip(*contents, strict=True)
-    ends: dict[str, Any] = {"target_low": [0, 0], "target_high": [9, 99]}
-    data = ArrayData([*x], [*y], low=0, high=99, **ends)
+    data = ArrayData([*x], [*y], low=0, high=99, target_low=0, target_high=9)
     return Source(data.path, in_memory=data)
 
 
@@ -219,10 +218,9 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Source], Contents, Contents,
               [(*row, "") for row in ROWS], [(*row, "") for row in BAD_ROWS]),
     "arrays": (arrays, [([n, n % 2], n % 2, n // 3) for n in range(COUNT)],
                [([98, 0], 0, 1), ([0.5, -0.0], 0, 1)], BAD_ITEMS),
-    "numbers": (numbers, [([n, n], [n / 3, n]) for n in range(COUNT)],
-                [([98, 0], [1, 1]), ([1, 1], [1e300, -1e300])],
-                [([1, 1], [None, 1]), ([1, 1], ["x", 1]), ([1, 1], [1]), ([1, 1], 5),
-                 ([1, 1], [float("nan"), 1])]),
+    "numbers": (numbers, [([n, n], n / 3) for n in range(COUNT)],
+                [([98, 0], 1), ([1, 1], 1e300), ([1, 1], -1e300)],
+                [([1, 1], None), ([1, 1], "x"), ([1, 1], [1, 1]), ([1, 1], float("nan"))]),
     "torch": (torch_dataset, [(torch.tensor([n, n % 2]) / 2, n % 2) for n in range(COUNT)],
               SAMPLES, BAD_SAMPLES),
     "torch images": (torch_images, [(Image.fromarray(of), torch.tensor(n % 2))

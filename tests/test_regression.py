@@ -40,16 +40,8 @@ drop: [person]
 """
 
 
-COST, DAYS = Target("cost", 0.0, 10_000.0, "log1p"), Target("days", 0.0, 40.0)
-TASK, PLAIN = Regression.of([COST]), Regression.of([Target("y", -5.0, 20.0)])
-SEVERAL = Regression.of([COST, DAYS])
-
-
-def tasks_of(targets: int) -> Regression:
-    """As many targets, each in a range ten times as wide as that of the one before."""
-    return Regression.of(
-        [replace(DAYS, name=f"y{k}", high=10.0 ** (k - 1)) for k in range(targets)]
-    )
+TASK = Regression.of(Target("cost", 0.0, 10_000.0, "log1p"))
+PLAIN = Regression.of(Target("y", -5.0, 20.0))
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
@@ -66,7 +58,7 @@ def evaluated(
     task: Regression, records: int = 60, *, units: Units | None = None, seed: int = 0
 ) -> Evaluation:
     """Random outputs for random targets; one output is not a number."""
-    draws, shape = torch.Generator().manual_seed(seed), (records, len(task.targets))
+    draws, shape = torch.Generator().manual_seed(seed), (records, 1)
     targets = 2 * torch.rand(shape, generator=draws) - 1
     outputs = targets + 0.7 * torch.randn(shape, generator=draws)
     outputs[0] = math.nan
@@ -79,21 +71,15 @@ def _page(folder: Path, where: Path) -> str:
 
 
 @pytest.mark.promise("reading")
-@pytest.mark.parametrize("task", [TASK, PLAIN, SEVERAL])
+@pytest.mark.parametrize("task", [TASK, PLAIN])
 def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) -> None:
-    """Of several targets, one that is far too large does not move the others of its record."""
-    parts = task.targets
-    values = np.column_stack([np.linspace(part.low, part.high, 20) for part in parts])
-    signs = np.resize([1.0, -1.0], len(parts))
-    given = np.concatenate([values, [1e300 * signs, -1e300 * signs]])
-    scaled = task.encoded(given if len(parts) > 1 else given[:, 0])
-    assert scaled[[0, 19]].tolist() == [[-1] * len(parts), [1] * len(parts)]
-    assert scaled[20:].tolist() == [signs.tolist(), (-signs).tolist()]
-    np.testing.assert_array_equal(scaled[:20], task.encoded(given[:20].squeeze()))
-    outputs = np.stack([1e30 * signs, -math.inf * signs]).astype(np.float32)
-    ends = [[p.high if sign > 0 else p.low for p, sign in zip(parts, of, strict=True)]
-            for of in (signs, -signs)]  # fmt: skip
-    assert task.answers(outputs).reshape(2, -1).tolist() == ends
+    low, high = task.number.low, task.number.high
+    values = np.linspace(low, high, 20)
+    scaled = task.encoded(np.concatenate([values, [1e300, -1e300]]))
+    assert scaled[[0, 19, 20, 21], 0].tolist() == [-1, 1, 1, -1]
+    np.testing.assert_array_equal(scaled[:20], task.encoded(values))
+    outputs = np.array([[1e30], [-math.inf]], np.float32)
+    assert task.answers(outputs).tolist() == [[high], [low]]
 
 
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
@@ -114,6 +100,10 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
         ("{column: cost, classes: [a, b], range: [0, 1]}", "needs either the names of its classes"),
         ("{column: cost, classes: [a, b], transform: log1p}", "is for numbers, not for classes"),
         ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
+        (
+            "[{column: cost, range: [0, 9]}, {column: person, range: [0, 9]}]",
+            "label: has 2 columns, but a model predicts one. Train one model for each number",
+        ),
     ],
 )
 def test_a_label_that_cannot_be_meant_is_explained(tmp_path: Path, label: str, said: str) -> None:
@@ -132,8 +122,13 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     assert "must be one number each" in said(target_low=0)
     assert "1e+30. Swap them." in said(target_low=1, target_high=0)
     assert "contradict" in said(**both, classes=["a", "b"])
-    assert "one number per record" in said(np.zeros((40, 3)), **both)
-    assert "must have 2 numbers per record" in said(target_low=[0, 1], target_high=[1, 2])
+    one_each = "A model predicts one number: train one model for each, such as y[:, 0]"
+    assert f"y has 3 numbers per record. {one_each}" in said(np.zeros((40, 3)), **both)
+    several = {"target_low": [0, 1], "target_high": [1, 2]}
+    assert f"are declared for 2 numbers. {one_each}" in said(**several)
+    assert f"are declared for 2 numbers. {one_each}" in said(np.zeros((40, 2)), **several)
+    assert "For several labels, train one model for each" in said(np.zeros((40, 2), int))
+    assert "one number per record" in said(np.zeros((40, 1, 1)), **both)
     assert "y has a target that is NaN or infinite" in said([*y[:3], math.nan, *y[4:]], **both)
     assert "target_low and target_high" in said()
 
@@ -176,8 +171,7 @@ def test_an_output_that_is_no_number_is_as_wrong_as_possible(task: Regression) -
     result = evaluated(task)
     truth = float(task.decoded(result.labels.numpy())[0, 0])
     lost = replace(result, logits=result.logits[:1], labels=result.labels[:1])
-    [target] = task.targets
-    wanted = max(truth - target.low, target.high - truth)
+    wanted = max(truth - task.number.low, task.number.high - truth)
     assert lost.metric("mae") == pytest.approx(wanted)
     assert result.unanswered == 1
 
@@ -201,7 +195,7 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("task", [TASK, PLAIN, *map(tasks_of, (2, 3, 7))])
+@pytest.mark.parametrize("task", [TASK, PLAIN])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, grouped: bool) -> None:
     """Wild outputs and NaN are among them, and one that is wrong in everything."""
@@ -210,16 +204,13 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, group
     result.logits[1:6] = torch.tensor([1e30, -1e30, math.inf, -math.inf, math.nan])[:, None]
     result.labels[1:6] = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
     whole, moves = moved_by_units(result, owners, grouped=grouped)
-    assert max(moves) <= 1
-    several = len(task.targets) > 1
-    assert max(moves) > (0.5 if not several else 0.3 if grouped else 0.99)
-    if several:
-        assert whole / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
+    assert 0.5 < max(moves) <= 1
+    assert whole / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
 
 
 def _by_unit(result: Evaluation, owners: Any) -> float:
-    """The mean over units of the mean over their records and targets of errors per range."""
-    errors = result.results.shares.mean(1)  # type: ignore[attr-defined]
+    """The mean over units of the mean over their records of errors as shares of the range."""
+    errors = result.results.shares  # type: ignore[attr-defined]
     return float(np.mean([errors[owners == unit].mean() for unit in set(owners)]))
 
 
@@ -233,73 +224,45 @@ def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     assert all(score.score_interval[0] <= score.interval[0] + 1e-9 for score in found)
 
 
-SEVERAL_SCHEMA = """
-label:
-  - {column: cost, range: [0, 10000], transform: log1p}
-  - {column: days, range: [0, 40]}
-columns:
-  age: {range: [0, 100]}
-  smoker: {categories: ["no", "yes"]}
-drop: [person]
-"""
-
-
 @pytest.mark.long
-def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> None:
-    file = write_table(tmp_path, care.rows(60, "cost", "days"), SEVERAL_SCHEMA)
+def test_a_number_is_predicted_in_its_own_units(tmp_path: Path) -> None:
+    file = write_table(tmp_path, care.rows(60, "cost"), SCHEMA)
     folder = tmp_path / "run"
     flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 1 --epochs 4 --seed 0"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
-    (said,) = re.findall(r"\ntest NMAE ([\d.]+) on \d+ samples", done.stdout)
+    (said,) = re.findall(r"\ntest MAE ([\d.,]+) on \d+ samples", done.stdout)
     report = report_of(folder)
     test = report["test"]
-    assert number(test["nmae"]) == said
-    assert report["target"] == SEVERAL.facts["target"]
-    assert test["nmae_interval"][0] < test["nmae"] < test["nmae_interval"][1]
-    assert [part["name"] for part in test["by_target"]] == ["cost", "days"]
-    errors = [part["mae"] for part in test["by_target"]]
-    assert test["nmae"] == pytest.approx((errors[0] / 10_000 + errors[1] / 40) / 2)
-    assert "ranges of the targets" in json.dumps(report["privacy"]["computed_from_records"])
-    shown = dpmac("eval", folder).stdout
-    assert f"NMAE {said}" in shown
-    assert re.search(rf"days +\S* *{number(errors[1])}", shown)
+    assert number(test["mae"]) == said
+    assert report["target"] == TASK.facts["target"]
+    assert test["mae_interval"][0] < test["mae"] < test["mae_interval"][1]
+    assert "range of the target" in json.dumps(report["privacy"]["computed_from_records"])
+    assert re.search(rf"MAE +{said}", dpmac("eval", folder).stdout)
     asked = dpmac("eval", folder, "--json").stdout
-    assert json.loads(asked)["by_target"] == test["by_target"]
-    assert f"NMAE {said}" in dpmac("runs", tmp_path).stdout
+    assert json.loads(asked)["target"] == report["target"]
+    assert f"MAE {said}" in dpmac("runs", tmp_path).stdout
     _check_predictions(folder, tmp_path)
 
 
-def test_each_error_of_several_numbers_stands_below_its_name() -> None:
-    outputs = torch.zeros(8, 2)
-    table = Evaluation(0.0, outputs, outputs, SEVERAL).results.table()
-    assert table is not None
-    assert table.columns == ("MAE", "RMSE", "R2")
-    assert [len(row) for row in table.rows] == [4, 4], "a name and its errors"
-
-
 def _check_predictions(folder: Path, where: Path) -> None:
-    """`predict` writes a column per target, and the code of the card returns the same."""
+    """`predict` writes the number, and the code of the card returns the same."""
     new = where / "new.csv"
     new.write_text("age,smoker,id\n30,no,a\n80,yes,b\n")
     done = dpmac("predict", folder, new, "--out", where / "p.csv")
     assert done.exit_code == 0, done.output
     written = list(csv.DictReader((where / "p.csv").read_text().splitlines()))
-    assert [*written[0]] == ["row", "id", "predicted", "predicted_cost", "predicted_days"]
+    assert [*written[0]] == ["row", "id", "predicted"]
     found = predict(folder, new).answers
-    names = ("predicted_cost", "predicted_days")
-    values = [[float(row[name]) for name in names] for row in written]
+    values = [[float(row["predicted"])] for row in written]
     np.testing.assert_allclose(values, found, rtol=1e-5)
-    assert [row["predicted"] for row in written] == [
-        ";".join(row[name] for name in names) for row in written
-    ]
     card = (folder / "model-card.md").read_text()
-    assert "| targets | `cost`, `days`, numbers from 0 to 10000 (log1p), 0 to 40 |" in card
+    assert "| target | `cost`, one number from 0 to 10000 (log1p) |" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     known: dict[str, Any] = {}
     exec(code.replace("model.safetensors", f"{folder}/model.safetensors"), known)
     inputs = torch.tensor([[30.0, 1, 0, 0], [80.0, 0, 1, 0]]).view(2, 4, 1, 1)
-    np.testing.assert_allclose(known["predict"](inputs), found, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(known["predict"](inputs), found[:, 0], rtol=1e-3, atol=1e-2)
 
 
 def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
@@ -308,12 +271,12 @@ def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
     assert found["at-or-below"] == 0.75
 
 
-@pytest.mark.parametrize("task", [TASK, PLAIN, SEVERAL], ids=["log1p", "plain", "several"])
+@pytest.mark.parametrize("task", [TASK, PLAIN], ids=["log1p", "plain"])
 def test_a_model_file_keeps_all_that_is_declared_of_a_target(task: Regression) -> None:
     assert Regression.of_facts(json.loads(json.dumps(task.facts))) == task
 
 
 def test_of_two_errors_the_smaller_is_better() -> None:
-    metrics = {of.name: of for task in (PLAIN, SEVERAL) for of in task.metrics}
-    assert all(metrics[n].better(1) > metrics[n].better(2) for n in ("mae", "rmse", "nmae"))
+    metrics = {of.name: of for of in PLAIN.metrics}
+    assert all(metrics[n].better(1) > metrics[n].better(2) for n in ("mae", "rmse"))
     assert metrics["r2"].better(2) > metrics["r2"].better(1)

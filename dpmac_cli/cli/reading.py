@@ -179,7 +179,7 @@ class Columns(Flags, frozen=True):
     """Flags of ``dpmac schema``."""
 
     label: Named = None
-    """Column to predict, or several of numbers, separated by commas."""
+    """Column to predict."""
     drop: Named = None
     """Columns to leave out, separated by commas."""
     date: Named = None
@@ -223,17 +223,22 @@ def schema(flags: Columns, file: Path) -> None:
     kinds = late.table.column_kinds(late.csv_file.CsvFile(file, flags.encoding))
     named = {n: [*of] for n, of in flags.explicit.items() if isinstance(of, tuple)}
     raise_errors(_faults_of_columns(named, kinds, file))
-    labels, drop = named.pop("label", []), named.pop("drop", [])
+    label, drop = next(iter(named.pop("label", [])), None), named.pop("drop", [])
     kinds |= {name: flag for flag, names in named.items() for name in names}
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
-    console.print_result(draft(file, kinds, labels, drop, escaped, flags.encoding))
+    console.print_result(draft(file, kinds, label, drop, escaped, flags.encoding))
 
 
 def _faults_of_columns(
     named: Mapping[str, Sequence[str]], columns: Iterable[str], file: Path
 ) -> Iterator[str]:
     """Yield faults of flags that name columns of a table."""
+    if len(labels := named.get("label", ())) > 1:
+        yield (
+            f"--label {','.join(labels)}: a model predicts one column. Train one model for each "
+            f"number, with a schema of its own: --label {labels[0]} --drop {','.join(labels[1:])}."
+        )
     flags: dict[str, list[str]] = {}
     for flag, names in named.items():
         for name in names:

@@ -103,11 +103,6 @@ def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
             f"--loss {loss.name}: records of {data.dataset} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
-    if loss.name.startswith("quantile") and task.outputs > 1:
-        yield (
-            f"--loss {loss.name}: a quantile is of one number, but records of {data.dataset} have "
-            f"{task.of_record} each. Train a model for each of them."
-        )
     if loss.smoothing and not task.weighted:
         yield (
             f"--label-smoothing is for classes, but records of {data.dataset} have "

@@ -33,7 +33,7 @@ from dpmac_cli.data.targets import (
     DECLARED,
     faults_of_array,
     faults_together,
-    numbers_in,
+    number_in,
     targets_in,
     task_in,
     without_targets,
@@ -83,10 +83,10 @@ def read_dataset(
         arrays[CLASSES] = np.array(source.classes)
     if source.feature_range is not None:
         arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-    numbers = numbers_in(arrays, source)
-    _check(arrays, source, len(numbers))
+    number = number_in(arrays, source)
+    _check(arrays, source, numbers=number is not None)
     left_out += _without_tested_units(arrays, source)
-    task = task_in(arrays, source, numbers, found_classes)
+    task = task_in(arrays, source, number, found_classes)
     # Classes that are not declared were read from the records; an array's type declares its shape.
     named = CLASSES in arrays or not isinstance(task, Classification)
     sizes = {"channels": source.channels, "image size": source.image_size}
@@ -95,7 +95,7 @@ def read_dataset(
     sides, contents = _sides(arrays, None if named else task.names, source)
     copies, tested = copies_among(contents)
     expected = copies > 0 and is_numbers and _are_expected(arrays, source)
-    remarks = remarks_on_ranges(channels_first(x), arrays, source, numbers) if is_numbers else ()
+    remarks = remarks_on_ranges(channels_first(x), arrays, source, number) if is_numbers else ()
     ends = _ends(arrays) if is_numbers else None
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
     own = x.shape[1:] if is_numbers and x.ndim <= MOST_OWN else ()
@@ -223,18 +223,18 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any
         return npy.read_array(file, allow_pickle=False)
 
 
-def _check(arrays: ArrayDict, source: Source, numbers: int) -> None:
+def _check(arrays: ArrayDict, source: Source, *, numbers: bool) -> None:
     """Convert targets and units in place. Raises InputError with every fault of the arrays.
 
-    ``numbers`` are how many of them are to be predicted; 0 for classes.
+    ``numbers``: whether targets are numbers to predict.
     """
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     faults = list(_faults_of_units(arrays, source))
     for side in (side for side in SIDES if f"x{side}" in arrays):
-        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays, numbers)
+        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays, numbers=numbers)
         faults += _faults_of_pair(arrays, side)
-        faults += faults_of_array(arrays, side, numbers)
+        faults += faults_of_array(arrays, side, numbers=numbers)
         if f"unit{side}" in arrays and not faults:
             arrays[f"unit{side}"], bad = units_in(arrays[f"unit{side}"])
             faults += [f"record {row} of x{side} {why}" for row, why in bad.items()][:NAMED]

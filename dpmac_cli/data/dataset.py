@@ -26,8 +26,8 @@ class Split:
         images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
             (records, columns, 1, 1), or have the shape that a network of yours takes. On the
             device "meta" if they are read from a file.
-        labels: targets of the task: int64, shape (records,); or with several labels per record
-            uint8, (records, labels).
+        labels: targets of the task: int64, shape (records,); or for numbers to predict
+            float32, (records, 1).
         sha256: checksum of the images, if the file that they come from has one.
         units: units of privacy; None if each record is one.
         file: rows of a file; None if the images are in memory.

@@ -18,10 +18,10 @@ class ArrayFacts(TypedDict, total=False):
     classes: Sequence[str] | None
     low: ArrayLike | None
     high: ArrayLike | None
-    target_low: ArrayLike | None
-    target_high: ArrayLike | None
-    target_transform: str | Sequence[str] | None
-    target_names: Sequence[str] | None
+    target_low: float | None
+    target_high: float | None
+    target_transform: str | None
+    target_name: str | None
     name: str
 
 
@@ -36,8 +36,7 @@ class ArrayData(InMemoryData):
             numbers, shape (records, columns) or that of images, which need ``low`` and ``high``; or
             a list of texts. Anything that numpy can convert to an array, such as a tensor.
         y: labels, integers from 0, or names in ``classes``, shape (records,). Numbers to predict,
-            shape (records,) or (records, targets), need ``target_low`` and ``target_high``. A
-            language model has none.
+            shape (records,), need ``target_low`` and ``target_high``. A language model has none.
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
             out, as set by ``test_fraction``.
         classes: class names in label order, declared as public; by default those found in ``y``.
@@ -45,10 +44,9 @@ class ArrayData(InMemoryData):
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
             a person, shape (records,); by default each record is one.
         target_low, target_high: public range of numbers to predict, which ``y`` then has instead of
-            classes; other numbers are clipped to it. For several targets, one range for each.
-        target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes; for
-            several targets, one for all of them or one for each.
-        target_names: names of several targets in reports; by default y1, y2 and so on.
+            classes; other numbers are clipped to it.
+        target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes.
+        target_name: the name of these numbers in reports; by default y.
         name: the dataset's name in reports.
 
     A record that cannot be used is an error: no other one is changed or left out because of it.
@@ -72,7 +70,6 @@ class ArrayData(InMemoryData):
         place = _place(facts.pop("name", "arrays"))
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         given = {**records, "unit": unit, "unit_test": unit_test, **facts}
-        given["target_name"] = given.pop("target_names", None)
         given["classes"] = None if (named := facts.get("classes")) is None else list(named)
         arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}

@@ -3,7 +3,7 @@
 They depend on private records, so they are private notes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,13 @@ def remarks_on_ranges(
     x: NDArray[Any],
     arrays: Mapping[str, NDArray[Any]],
     source: Source,
-    numbers: Sequence[Target],
+    number: Target | None,
 ) -> Iterator[str]:
-    """Yield remarks on the ranges of columns and of targets, and on categories.
+    """Yield remarks on the ranges of columns and of the target, and on categories.
 
     Args:
         x: numbers, shape (records, columns, ...). arrays: targets, and the ends of the columns.
-        source: the dataset, whose schema names its columns. numbers: to predict.
+        source: the dataset, whose schema names its columns. number: to predict.
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
     columns, first = (() if source.schema is None else source.schema.columns), 0
@@ -45,9 +45,9 @@ def remarks_on_ranges(
     if unused:
         yield f"No record has the category {_listed(unused)}: check the spelling"
     yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"], dates)
-    if numbers:
-        low, high = np.array([(number.low, number.high) for number in numbers]).T
-        yield from _of_each([number.name for number in numbers], arrays["y"].T, low, high, {})
+    if number is not None:
+        low, high = np.array(number.low), np.array(number.high)
+        yield from _of_each([number.name], arrays["y"].T, low, high, {})
 
 
 def _of_each(

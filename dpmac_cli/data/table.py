@@ -143,13 +143,13 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     split = schema.test is None and unit is None
     more = tuple(name for name in names if name not in used) if split else ()
     rows = read_rows(file, used, schema.columns, source.skip_bad, table, more)
-    if not schema.labels and source.task is None:
+    if schema.label is None and source.task is None:
         refuse(
             ["The schema declares no label: the column to predict"],
             " Add it, or train a language model on texts: --task language-model.",
         )
-    labels = schema.labels if source.task is None else ()
-    of_records = {"y": _targets(labels, rows)} if labels else {}
+    label = schema.label if source.task is None else None
+    of_records = {} if label is None else {"y": _targets(label, rows)}
     if unit is not None:
         cells = rows.cells[unit]
         # Floats have the precision of their type.
@@ -175,8 +175,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         part = "test" if sides[""].any() else "train"
         refuse([f"{path} has no record left to {part} on", *left_out.reasons])
     arrays: dict[str, NDArray[Any]] = dict(zip(("low", "high"), ends, strict=True))
-    if labels and labels[0].classes:
-        arrays[CLASSES] = np.array(labels[0].classes)
+    if label is not None and label.classes:
+        arrays[CLASSES] = np.array(label.classes)
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}
@@ -289,16 +289,13 @@ def _values(of: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray
     return values, missing
 
 
-def _targets(labels: Sequence[Label], rows: TableRows) -> NDArray[Any]:
-    """Return classes, shape (records,), or numbers, shape (records, numbers)."""
-    columns = []
-    for label in labels:
-        values, missing = _values(label, rows)
-        rows.add(f"no value in {label.name}", missing)
-        unknown = NO_LABEL if label.range is None else sum(label.ends) / 2
-        columns.append(np.where(np.isnan(values), unknown, values))
-    y = np.stack(columns, 1)
-    return y[:, 0].astype(np.int64) if labels[0].range is None else y
+def _targets(label: Label, rows: TableRows) -> NDArray[Any]:
+    """Return classes, int64, or numbers, float64; shape (records,)."""
+    values, missing = _values(label, rows)
+    rows.add(f"no value in {label.name}", missing)
+    unknown = NO_LABEL if label.range is None else sum(label.ends) / 2
+    y = np.where(np.isnan(values), unknown, values)
+    return y.astype(np.int64) if label.range is None else y
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:

@@ -59,9 +59,16 @@ def _known(encoding: str) -> str:
     return encoding
 
 
-def _listed(label: Any) -> Any:
-    """Return the only column to predict as a list."""
-    return [label] if isinstance(label, dict | Label) else label
+def _only(label: Any) -> Any:
+    """Return the column to predict of a list. Raises ValueError for several."""
+    if not isinstance(label, list):
+        return label
+    if len(label) > 1:
+        raise ValueError(
+            f"has {len(label)} columns, but a model predicts one. Train one model for each number, "
+            "with a schema that has its column as the label and drops the others"
+        )
+    return label[0] if label else None
 
 
 class TableSchema(Written):
@@ -73,8 +80,7 @@ class TableSchema(Written):
             comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
         missing_words: words for a missing value in all columns that do not list them as values.
-        labels: the column to predict, or several columns of numbers; in a file, ``label``. None for
-            a language model.
+        label: the column to predict. None for a language model.
         columns: the inputs of the network.
         drop: columns that are not used.
         test: records to test on; None to hold some out.
@@ -83,7 +89,7 @@ class TableSchema(Written):
     encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
-    labels: Annotated[tuple[Label, ...], BeforeValidator(_listed), Field(alias="label")] = ()
+    label: Annotated[Label | None, BeforeValidator(_only)] = None
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
@@ -91,15 +97,11 @@ class TableSchema(Written):
     @model_validator(mode="after")
     def _check(self) -> Self:
         distinct(self.declared)
-        for label in self.labels if len(self.labels) > 1 else ():
-            if label.range is None:
-                raise ValueError(
-                    f"label: several columns must be numbers, each with a range, but {label.column}"
-                    " has classes"
-                )
-        labels = tuple(of.model_copy(update=self._alike(of)) for of in self.labels)
+        label = self.label
+        if label is not None:
+            label = label.model_copy(update=self._alike(label))
         columns = tuple(of.model_copy(update=self._alike(of)) for of in self.columns)
-        return self.model_copy(update={"labels": labels, "columns": columns})
+        return self.model_copy(update={"label": label, "columns": columns})
 
     def _alike(self, of: Column | Label) -> dict[str, Any]:
         """Return how a column is written that does not declare it: as the table is."""
@@ -112,15 +114,16 @@ class TableSchema(Written):
     def words_in(self, name: str) -> tuple[str, ...]:
         """Return the words for a missing value in a column, which need not be an input."""
         own = {column.name: column.missing_words for column in self.columns}
-        own |= {label.column: label.missing_words for label in self.labels}
+        if self.label is not None:
+            own[self.label.column] = self.label.missing_words
         return own.get(name, self.missing_words)
 
     @property
     def declared(self) -> tuple[str, ...]:
         """Return the names of all columns of the table."""
         test = () if self.test is None else (self.test.column,)
-        labels = (label.column for label in self.labels)
-        return (*labels, *(column.name for column in self.columns), *self.drop, *test)
+        label = () if self.label is None else (self.label.column,)
+        return (*label, *(column.name for column in self.columns), *self.drop, *test)
 
 
 class _Once(TextLoader):
@@ -161,8 +164,6 @@ def schema_of(given: Any, origin: str) -> TableSchema:
             where = list(error["loc"])
             if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
                 where[1] = list(given["columns"])[int(where[1])]
-            if where[:1] == ["label"] and len(where) > 1 and not isinstance(given["label"], list):
-                del where[1]
             place = ".".join(map(str, where)) or "it"
             faults.append(f"{origin}: {place}: {error['msg'].removeprefix('Value error, ')}.")
         raise InputError(faults) from failure
@@ -171,7 +172,7 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 def draft(
     file: Path,
     kinds: Mapping[str, str | None],
-    labels: Sequence[str] = (),
+    label: str | None = None,
     drop: Sequence[str] = (),
     escaped: bool = False,
     encoding: str = UTF8,
@@ -181,7 +182,7 @@ def draft(
     Args:
         file: the table.
         kinds: type of each column, as in :class:`Column`; None if it is not declared.
-        labels: columns to predict; several are of numbers.
+        label: column to predict.
         drop: columns to leave out.
         escaped: whether to write letters beyond ASCII as escapes.
         encoding: encoding of a CSV.
@@ -193,9 +194,9 @@ def draft(
         file=file.name,
         csv=file.suffix != ".parquet",
         encoding=None if encoding == UTF8 else encoding,
-        labels=[names[label] for label in labels],
-        label_kind=kinds[labels[0]] if labels else None,
-        columns={names[n]: kind for n, kind in kinds.items() if n not in (*labels, *drop)},
+        label=None if label is None else names[label],
+        label_kind=None if label is None else kinds[label],
+        columns={names[n]: kind for n, kind in kinds.items() if n not in (label, *drop)},
         drop=[names[name] for name in drop],
     )
 

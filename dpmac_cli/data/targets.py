@@ -1,82 +1,79 @@
-"""Targets: numbers if ranges are declared for them, and otherwise classes."""
+"""Targets: numbers if a range is declared for them, and otherwise classes."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.schema import NAMED, Source, refuse
-from dpmac_cli.errors import InputError, counted, raise_errors
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Task
 
-#: Arrays that declare numbers to predict.
+#: Arrays that declare a number to predict.
 DECLARED = ("target_low", "target_high", "target_transform", "target_name")
 #: Array of class names.
 CLASSES = "classes"
 NO_LABEL = -1
+#: Remedy for several numbers per record.
+ONE_NUMBER = "A model predicts one number: train one model for each"
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def numbers_in(arrays: Arrays, source: Source) -> list[Target]:
-    """Return the numbers to predict, as declared; [] for classes. Raises InputError."""
+def number_in(arrays: Arrays, source: Source) -> Target | None:
+    """Return the number to predict, as declared; None for classes. Raises InputError."""
     if source.task is not None:
         check_name(source.path.name)
-        return []
+        return None
     if source.schema is not None:
-        labels = [label for label in source.schema.labels if label.range is not None]
-        declared = [Target(label.name, *label.ends, label.transform) for label in labels]
+        label = source.schema.label
+        if label is None or label.range is None:
+            check_name(source.path.name)
+            return None
+        declared = Target(label.name, *label.ends, label.transform)
     elif any(name in arrays for name in DECLARED):
         declared = _declared(arrays, source)
     else:
-        return []
-    check_name(source.path.name, *(target.name for target in declared))
+        return None
+    check_name(source.path.name, declared.name)
     return declared
 
 
-def _declared(arrays: Arrays, source: Source) -> list[Target]:
-    """Return the numbers to predict that arrays declare; one value is for all."""
-    given = {name: np.atleast_1d(arrays[name]) for name in DECLARED if name in arrays}
+def _declared(arrays: Arrays, source: Source) -> Target:
+    """Return the number to predict that arrays declare."""
+    given = {"target_name": np.array("y"), "target_transform": np.array("none")}
+    given |= {name: arrays[name] for name in DECLARED if name in arrays}
     ends = [given.get(name, np.array([])) for name in DECLARED[:2]]
-    count = max(map(len, ends))
-    given.setdefault("target_transform", np.array(["none"]))
-    names = ["y"] if count == 1 else [f"y{k + 1}" for k in range(count)]
-    given.setdefault("target_name", np.array(names))
-    faults, declared = list[str](), list[Target]()
+    count, faults = max(of.size for of in given.values()), list[str]()
     if CLASSES in arrays:
         faults.append(
             "classes and target_low contradict: the first is for classes, the second for "
             "numbers to predict. Leave one of them out"
         )
-    fits = [of.ndim == 1 and len(of) in (1, count) for of in given.values()]
-    if not (all(fits) and all(end.size and end.dtype.kind in "fiu" for end in ends)):
+    if count > 1:
         faults.append(
-            "target_low and target_high must be one number each, or one for each target, like "
-            "target_transform and target_name: a public range. Base it on what they mean, not on "
-            "these records, which are private"
+            f"target_low, target_high and others are declared for {count} numbers. {ONE_NUMBER}, "
+            "such as y[:, 0], with one target_low and one target_high"
+        )
+    elif not all(of.size for of in (*given.values(), *ends)) or any(
+        end.dtype.kind not in "fiu" for end in ends
+    ):
+        faults.append(
+            "target_low and target_high must be one number each: a public range. Base it on what "
+            "the numbers to predict mean, not on these records, which are private"
         )
     else:
-        order = ("target_name", *DECLARED[:3])
-        each = (np.broadcast_to(given[name], count).tolist() for name in order)
-        declared = [
-            Target(str(n), float(a), float(b), cast(Any, t))
-            for n, a, b, t in zip(*each, strict=True)
-        ]
-    if len({target.name for target in declared}) < len(declared):
-        faults.append("target_name must give each target a name of its own")
-    faults += [
-        f"{of.name}: {why}"
-        for of in declared
-        for why in faults_of_range(of.low, of.high, of.transform)
-    ]
+        name, low, high, transform = (given[of].item() for of in ("target_name", *DECLARED[:3]))
+        target = Target(str(name), float(low), float(high), transform)
+        faults += [f"{name}: {why}" for why in faults_of_range(target.low, target.high, transform)]
     raise_errors(f"{source.path}: {fault}." for fault in faults)
-    return declared
+    return target
 
 
 def without_targets(arrays: Arrays) -> dict[str, Any]:
@@ -86,10 +83,10 @@ def without_targets(arrays: Arrays) -> dict[str, Any]:
     return kept | {f"y{side}": np.zeros(len(arrays[f"x{side}"]), np.int64) for side in sides}
 
 
-def targets_in(y: NDArray[Any], arrays: Arrays, numbers: int) -> NDArray[Any]:
+def targets_in(y: NDArray[Any], arrays: Arrays, *, numbers: bool) -> NDArray[Any]:
     """Return targets; unchanged if they are neither labels nor numbers.
 
-    ``numbers`` are float64, shape (records, numbers). Labels are integers, and :data:`NO_LABEL` for
+    ``numbers`` become float64, shape (records, 1). Labels are integers, and :data:`NO_LABEL` for
     a name of no class and a number that is not whole.
     """
     if numbers:
@@ -104,14 +101,15 @@ def targets_in(y: NDArray[Any], arrays: Arrays, numbers: int) -> NDArray[Any]:
     return y
 
 
-def faults_of_array(arrays: Arrays, side: str, numbers: int) -> Iterator[str]:
+def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str]:
     """Yield faults of the type, shape and values of ``y{side}``."""
     y, most = arrays[f"y{side}"], len(arrays.get(CLASSES, ()))
     of = f"not {y.dtype} of shape {y.shape}"
     if numbers:
-        if y.dtype.kind != "f" or y.shape[1:] != (numbers,):
-            what = "one number" if numbers == 1 else counted(numbers, "number")
-            yield f"y{side} must have {what} per record, one for each range of target_low, {of}"
+        if y.ndim == 2 and y.shape[1] > 1:
+            yield f"y{side} has {y.shape[1]} numbers per record. {ONE_NUMBER}, such as y[:, 0]"
+        elif y.dtype.kind != "f" or y.shape[1:] != (1,):
+            yield f"y{side} must have one number per record, {of}"
         elif not np.isfinite(y).all():
             yield f"y{side} has a target that is NaN or infinite"
     elif y.dtype.kind in "OU":
@@ -120,9 +118,9 @@ def faults_of_array(arrays: Arrays, side: str, numbers: int) -> Iterator[str]:
         yield f"y{side} contains names. Declare them as class names: --classes {some}"
     elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield (
-            f"y{side} must have one integer per record, such as y.ravel(), {of}. For numbers "
-            "to predict, and for several labels as numbers from 0 to 1, declare target_low and "
-            "target_high"
+            f"y{side} must have one integer per record, such as y.ravel(), {of}. For several "
+            "labels, train one model for each, such as y[:, 0]. For numbers to predict, declare "
+            "target_low and target_high"
         )
     elif y.min(initial=0) < 0:
         yield (
@@ -147,14 +145,12 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
         yield f"y_test contains the label {min(tested - labels)}, which is not in y"
 
 
-def task_in(
-    arrays: Arrays, source: Source, numbers: Sequence[Target], found: Sequence[str]
-) -> Task:
+def task_in(arrays: Arrays, source: Source, number: Target | None, found: Sequence[str]) -> Task:
     """Return the task; names that were found are used if no classes are declared."""
     if source.task is not None:
         return LanguageModel()
-    if numbers:
-        return Regression.of(numbers)
+    if number is not None:
+        return Regression.of(number)
     numbered = [*map(str, range(1 + int(arrays["y"].max())))]
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
     check_classes(names, source)

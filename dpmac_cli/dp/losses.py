@@ -75,16 +75,16 @@ OF_NUMBERS: Mapping[str, Loss] = MappingProxyType(
 
 
 def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of each sample's numbers.
+    """Return the loss of each sample's number.
 
     Raises ModelError for targets of another shape: torch would compare each sample with all others.
     """
     if outputs.shape != targets.shape:
         raise ModelError(
             f"The network's outputs have shape {tuple(outputs.shape)}, but the numbers to predict "
-            f"{tuple(targets.shape)}. They need one output for each number."
+            f"{tuple(targets.shape)}. Both need shape (samples, 1)."
         )
-    return each(outputs, targets.to(outputs.dtype)).mean(1)
+    return each(outputs, targets.to(outputs.dtype)).squeeze(1)
 
 
 def build_loss(name: str, smoothing: float = 0.0) -> Loss:

@@ -343,7 +343,7 @@ class Predictions:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes or targets, in the order of the columns."""
+        """Names of the classes or of the target, in the order of the columns."""
         return self.task.names
 
     @property
@@ -355,9 +355,8 @@ class Predictions:
     def predicted(self) -> Sequence[Any]:
         """Prediction for each record, as ``dpmac predict`` writes it.
 
-        The name of the most probable class, "" if the output contains NaN; all labels above one
-        half, joined by ";"; a number, NaN if the output is; or several, joined by ";"; or how a
-        text continues.
+        The name of the most probable class, "" if the output contains NaN; a number, NaN if the
+        output is; or how a text continues.
         """
         return self._columns["predicted"]
 
@@ -394,7 +393,7 @@ def predict(
     length: int | None = None,
     temperature: float | None = None,
 ) -> Predictions:
-    """Predict the classes, labels or numbers of new records, or continue texts.
+    """Predict the classes or numbers of new records, or continue texts.
 
     Args:
         run: a run folder or a model file.

@@ -398,15 +398,6 @@ class Target(Part):
         return self
 
 
-class SeveralTargets(Part):
-    """Several numbers to predict."""
-
-    kind: Literal["several numbers"]
-    """Task: several numbers."""
-    targets: Annotated[tuple[Target, ...], Field(min_length=2)]
-    """The numbers, in the order of the outputs."""
-
-
 class NextToken(Part):
     """The next token of a text."""
 
@@ -431,8 +422,8 @@ class Facts(Part):
     classes: tuple[PrintableText, ...]
     """Names of the classes or labels, in the order of the network's outputs. Empty for a number to
     predict."""
-    target: Target | SeveralTargets | NextToken | None
-    """The number to predict, or several, or the next token of a text. Null for classes."""
+    target: Target | NextToken | None
+    """The number to predict, or the next token of a text. Null for classes."""
     privacy: Privacy
     """The privacy guarantee, over all parts of the run."""
     statement: dict[str, Any] | None
@@ -477,12 +468,11 @@ class Scores(Part):
     accuracy_interval: low, high. sensitivity and specificity are in the order of classes, and so
     are the rows (true class) and columns (predicted class) of confusion, the numbers of records;
     largest_class is the share of the most frequent class, which is the accuracy of a model that
-    always says it. by_target is in the order of several targets. Errors of several numbers are
-    shares of the range of their target.
+    always says it.
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Score | tuple[ByClass, ...] | tuple[dict[str, str | Score], ...]]
+    __pydantic_extra__: dict[str, Score | tuple[ByClass, ...]]
 
     samples: Count
     """Number of scored test records, or units: all of them."""

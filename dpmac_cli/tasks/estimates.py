@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np, special
 from dpmac_cli.tasks.intervals import TAIL, resampled
-from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Interval, Remark, Results, Table, Task
 
 if TYPE_CHECKING:
@@ -29,11 +28,11 @@ LIMITS: Mapping[str, Interval] = {"r2": (-math.inf, 1.0), "at-or-below": (0.0, 1
 
 @dataclass(frozen=True, eq=False)
 class Estimates(Results):
-    """Predicted and true numbers of test records, in the units of the targets.
+    """Predicted and true numbers of test records, in the units of the target.
 
     Attributes:
-        truth, guess: targets and predictions, float64, shape (records, targets).
-        task: what is predicted. targets: the numbers; none for other tasks.
+        truth, guess: targets and predictions, float64, shape (records,).
+        task: what is predicted.
         unit_of: index of each record's unit of privacy, shape (records,); None if each record is
             one.
     """
@@ -41,44 +40,37 @@ class Estimates(Results):
     truth: Floats
     guess: Floats
     task: Task
-    targets: tuple[Target, ...] = ()
     unit_of: NDArray[np.int64] | None = None
 
     @property
-    def widths(self) -> Floats:
-        """Width of the range of each target, shape (targets,)."""
-        return np.array([target.width for target in self.targets])
-
-    @property
     def shares(self) -> Floats:
-        """Absolute errors as shares of the ranges, 0 to 1, shape (records, targets)."""
-        return (np.abs(self.guess - self.truth) / self.widths).clip(0, 1)
+        """Absolute errors as shares of the range, 0 to 1, shape (records,)."""
+        return (np.abs(self.guess - self.truth) / self.task.width).clip(0, 1)
 
     def weighted(self, weights: Floats) -> dict[str, Floats]:
-        """Return metrics of each target for weighted records, each of shape (targets, sets).
+        """Return metrics for weighted records, each of shape (sets,).
 
         Args:
             weights: weights of the records, shape (records, sets).
         """
         truth, errors, total = self.truth, self.guess - self.truth, weights.sum(0)
-        width, centred = self.widths[:, None], truth - truth.mean(0)
-        squares = np.square(errors).T @ weights
-        spread = np.square(centred).T @ weights - np.square(centred.T @ weights) / total
+        width, centred = self.task.width, truth - truth.mean()
+        squares = np.square(errors) @ weights
+        spread = np.square(centred) @ weights - np.square(centred @ weights) / total
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > 1e-12 * width**2 * total, 1 - squares / spread, np.nan)
-        mae, rmse = np.abs(errors).T @ weights / total, np.sqrt(squares / total)
-        below = (truth <= self.guess).T.astype(float) @ weights / total
-        found = {"mae": mae, "rmse": rmse, "r2": r2, "at-or-below": below}
-        return found | {"nmae": mae / width, "nrmse": rmse / width}
+        mae, rmse = np.abs(errors) @ weights / total, np.sqrt(squares / total)
+        below = (truth <= self.guess).astype(float) @ weights / total
+        return {"mae": mae, "rmse": rmse, "r2": r2, "at-or-below": below}
 
     @cached_property
-    def _of_targets(self) -> dict[str, list[float]]:
+    def _found(self) -> dict[str, float]:
         found = self.weighted(np.ones((len(self.truth), 1)))
-        return {name: values[:, 0].tolist() for name, values in found.items()}
+        return {metric.name: float(found[metric.name][0]) for metric in self.task.metrics}
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics of the task by name: means over the targets."""
-        return {of.name: float(np.mean(self._of_targets[of.name])) for of in self.task.metrics}
+        """Return all metrics of the task by name."""
+        return dict(self._found)
 
     def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
         """Return the 95% interval of each metric, by bootstrap over units with a fixed seed.
@@ -90,50 +82,32 @@ class Estimates(Results):
         units = int(owners.max()) + 1
         if units < 2:
             return dict.fromkeys(metrics, (math.nan, math.nan))
-        drawn = {n: v.mean(0) for n, v in resampled(self.weighted, owners, RESAMPLES).items()}
+        drawn = resampled(self.weighted, owners, RESAMPLES)
         reach = special.stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
         return {name: _around(name, value, drawn[name], reach) for name, value in metrics.items()}
 
     def values(self) -> dict[str, Any]:
-        """Return all metrics, the interval of the error, and the metrics of several targets."""
+        """Return all metrics, and the interval of the error."""
         metrics, headline = self.metrics(), self.task.headline
         ends = self.intervals({headline.name: metrics[headline.name]})[headline.name]
         found = {metric.key: finite_or_none(metrics[metric.name]) for metric in self.task.metrics}
         shown = {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
-        return found | shown | self._by_target()
-
-    def _by_target(self) -> dict[str, Any]:
-        """Return the metrics of several targets as JSON values, in their order."""
-        parts = [
-            {"name": target.name}
-            | {of.key: finite_or_none(self._of_targets[of.name][k]) for of in target.metrics}
-            for k, target in enumerate(self.targets)
-        ]
-        return {"by_target": parts} if len(parts) > 1 else {}
+        return found | shown
 
     def details(self) -> dict[str, Any]:
-        """Return the ranges, and the metrics of several targets."""
-        return {"target": self.task.facts["target"]} | self._by_target()
+        """Return the range of the target."""
+        return {"target": self.task.facts["target"]}
 
     def table(self) -> Table | None:
-        """Return the metrics of several targets."""
-        if len(self.targets) < 2:
-            return None
-        shown = [metric for metric in self.targets[0].metrics if metric.chosen]
-        rows = tuple(
-            (name, *(metric.text(self._of_targets[metric.name][k]) for metric in shown))
-            for k, name in enumerate(self.task.names)
-        )
-        titles = tuple(metric.title for metric in shown)
-        return Table("each target, in its units", titles, rows, ("MAE",))
+        """Return nothing: the metrics say all of it."""
+        return None
 
     def counted(self) -> tuple[NDArray[np.int64], int]:
-        """Return means over the targets of absolute errors as shares, rounded down."""
-        most = WHOLE // len(self.task.names)  # of one target, so that all are at most WHOLE
-        return np.floor(self.shares * most).astype(np.int64).sum(1), WHOLE
+        """Return absolute errors as shares of the range, rounded down."""
+        return np.floor(self.shares * WHOLE).astype(np.int64), WHOLE
 
     def remark(self, loss: str) -> Remark | None:
-        """Return a note on targets for which one number for all records is as good.
+        """Return a note on predictions for which one number for all records is as good.
 
         As the loss counts: squared errors beside the mean, a quantile's beside that quantile, and
         absolute errors beside the median for any other loss.
@@ -141,20 +115,17 @@ class Estimates(Results):
         kind, _, parameter = loss.partition(":")
         level = float(parameter) if kind == "quantile" else 0.5
         number = {"mse": "mean", "quantile": f"{level:g}-quantile"}.get(kind, "median")
-        names = []
-        for k, target in enumerate(self.targets):
-            truth, guess = (target.scaled(part[:, k]) for part in (self.truth, self.guess))
-            one = truth.mean() if kind == "mse" else np.quantile(truth, level)
-            errors, of_one = truth - guess, truth - one
-            if kind == "mse":
-                bad = np.square(errors).mean() >= np.square(of_one).mean()
-            else:
-                bad = _pinball(errors, level) >= _pinball(of_one, level)
-            names += [target.name] * bool(bad)
-        if not names:
+        truth, guess = self.task.encoded(self.truth), self.task.encoded(self.guess)
+        one = truth.mean() if kind == "mse" else np.quantile(truth, level)
+        errors, of_one = truth - guess, truth - one
+        if kind == "mse":
+            bad = np.square(errors).mean() >= np.square(of_one).mean()
+        else:
+            bad = _pinball(errors, level) >= _pinball(of_one, level)
+        if not bad:
             return None
         return Remark(
-            f"the predictions of {', '.join(names)} are not better than the {number} of the test "
+            f"the predictions of {self.task.names[0]} are not better than the {number} of the test "
             "records for all.",
             untaught=True,
         )
@@ -169,8 +140,8 @@ class Perplexity(Estimates):
     """Losses of texts in nats, in ``guess``, of which each is a mean over the text's tokens."""
 
     def weighted(self, weights: Floats) -> dict[str, Floats]:
-        """Return the perplexity of weighted records, shape (1, sets): of their mean loss."""
-        return {"perplexity": np.exp(self.guess.T @ weights / weights.sum(0))}
+        """Return the perplexity of weighted records, shape (sets,): of their mean loss."""
+        return {"perplexity": np.exp(self.guess @ weights / weights.sum(0))}
 
     def remark(self, loss: str) -> Remark | None:
         """Return nothing: what a perplexity is worth depends on the texts."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
-from dpmac_cli.tasks.regression import Regression, SeveralNumbers
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts
 
-TASKS: tuple[type[Task], ...] = (Classification, Regression, SeveralNumbers, LanguageModel)
+TASKS: tuple[type[Task], ...] = (Classification, Regression, LanguageModel)
 #: Metrics of all tasks by name.
 METRICS: Mapping[str, EvaluationMetric] = {
     metric.name: metric for task in TASKS for metric in task.metrics

@@ -82,5 +82,5 @@ class LanguageModel(Task):
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
     ) -> Results:
         """Return the perplexity of test records."""
-        losses = outputs.astype(np.float64)
+        losses = outputs[:, 0].astype(np.float64)
         return Perplexity(losses * 0, losses, self, unit_of=owners)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.task import EvaluationMetric, Interval
+from dpmac_cli.tasks.task import Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 
 #: Transforms of a target, with their inverses; see :class:`Target`.
 Transform = Literal["none", "log1p"]
-#: Metrics of one number or several that are not errors.
-R2 = (
-    EvaluationMetric("r2", "R2", share=False),
-    EvaluationMetric("at-or-below", "targets at or below the prediction", chosen=False),
-)
-#: Metrics of one number.
-OF_ONE = (
-    EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True),
-    EvaluationMetric("rmse", "RMSE", share=False, lower=True),
-    *R2,
-)
 
 
 @dataclass(frozen=True)
@@ -46,9 +35,6 @@ class Target:
     low: float
     high: float
     transform: Transform = "none"
-
-    #: Metrics of one target, in its units.
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = OF_ONE
 
     @property
     def width(self) -> float:

@@ -103,7 +103,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text, one row per class or target, below a title."""
+    """Cells of text, one row per class, below a title."""
 
     title: str
     columns: tuple[str, ...]
