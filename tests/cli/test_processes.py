@@ -86,7 +86,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
 
 # Names with characters that a terminal or a locale cannot encode.
 
-#: Environments with an encoding of one byte: of output only, and of file names, too.
+#: Environments with an encoding of one byte: of output only, and the default of files, too.
 ASCII_OUTPUT = {"PYTHONIOENCODING": "ascii"}
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 CLASSES = ("Br\u00f6tchen", "K\u00e4se", "\u732b")
@@ -105,9 +105,26 @@ def photos() -> Path:
     return root
 
 
+def run_all(typed: list[tuple[list[str], int]], environment: dict[str, str]) -> None:
+    """Run commands in one process in an environment, each with its exit code."""
+    program = (
+        "import sys\nfrom dpmac_cli.__main__ import main\n"
+        f"for words, wanted in {typed!a}:\n"
+        "    sys.argv = ['dpmac', *words]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n        assert (end.code or 0) == wanted, words\n"
+        "print('all of them')"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}
+    command, of = [sys.executable, "-c", program], kept | environment
+    done = subprocess.run(command, env=of, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(b"all of them\n")
+    assert b"Unicode" not in done.stderr
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("environment", [ASCII_OUTPUT, ASCII_LOCALE], ids=["ascii", "locale"])
-def test_every_command_prints_in_an_encoding_of_one_byte(environment: dict[str, str]) -> None:
+def test_every_command_prints_in_an_encoding_of_one_byte() -> None:
     root, run = photos(), "l\u00e4uft"
     table = "gr\u00f6\u00dfe,Klasse\n" + "".join(f"{i % 7},{CLASSES[i % 2]}\n" for i in range(40))
     Path("Patient\u00e4ten.csv").write_text(table, encoding="utf-8")
@@ -125,17 +142,21 @@ def test_every_command_prints_in_an_encoding_of_one_byte(environment: dict[str, 
         ("train", "--dataset", "fehlt\u00fc"),
     )
     typed = [(list(map(str, words)), 2 * ("fehlt\u00fc" in words)) for words in commands]
-    program = (
-        "import sys\nfrom dpmac_cli.__main__ import main\n"
-        f"for words, wanted in {typed!a}:\n"
-        "    sys.argv = ['dpmac', *words]\n"
-        "    try:\n        main()\n"
-        "    except SystemExit as end:\n        assert (end.code or 0) == wanted, words\n"
-        "print('all of them')"
+    run_all(typed, ASCII_OUTPUT)
+
+
+@pytest.mark.long
+def test_files_of_a_run_are_in_utf_8_in_every_locale() -> None:
+    table = "gr\u00f6\u00dfe,Klasse\n" + "".join(f"{i % 7},{CLASSES[i % 2]}\n" for i in range(40))
+    Path("table.csv").write_text(table, encoding="utf-8")
+    declared = (
+        f"label:\n  column: Klasse\n  classes: [{', '.join(CLASSES[:2])}]\n"
+        "columns:\n  gr\u00f6\u00dfe:\n    range: [0, 6]\n"
     )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}
-    command, of = [sys.executable, "-c", program], kept | environment
-    done = subprocess.run(command, env=of, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(b"all of them\n")
-    assert b"Unicode" not in done.stderr
+    Path("table.yaml").write_text(declared, encoding="utf-8")
+    trained = ("train", "--dataset", "table.csv", "--schema", "table.yaml", *SHORT, "--out", "run")
+    commands = (trained, ("card", "run"), ("predict", "run", "table.csv", "--out", "p.csv"))
+    run_all([(list(words), 0) for words in commands], ASCII_LOCALE)
+    assert report_of("run")["classes"] == [*CLASSES[:2]]
+    for name in ("run/model-card.md", "p.csv"):
+        assert CLASSES[0] in Path(name).read_text(encoding="utf-8"), name
