@@ -22,7 +22,6 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import publish
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.runs.session import Started
@@ -108,9 +107,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "test_size": 60,
         "sha256": None,
         "own": True,
-        "multilabel": False,
         "held_out": False,
-        "split_rule": 2,
         "test_note": None,
         "text_note": None,
         "taken_from_records": ["channels", "image size", "classes"],
@@ -153,14 +150,14 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
 def test_a_model_of_another_split_is_not_scored_on_what_it_was_trained_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Models of another format held out other records."""
     data = photos("photos", split=False)
     with monkeypatch.context() as older:
-        older.setattr(publish, "SPLIT_RULE", 1)
+        older.setattr("dpmac_cli.release.report.SCHEMA_VERSION", 1)
         done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
-    assert report_of("run")["dataset"]["split_rule"] == 1
     refused = dpmac("eval", "run")
     assert refused.exit_code == 2
-    assert "held out other records of photos for testing" in " ".join(refused.output.split())
+    assert "model.safetensors was written by another version" in " ".join(refused.output.split())
 
 
 #: The whole schema of photos, declared.

@@ -169,7 +169,8 @@ NOT_OURS = r"was not written by dpmac train, or was modified \("
 
 DAMAGED: tuple[tuple[Callable[[Path, Path], None], str], ...] = (
     (lambda run, file: safetensors.torch.save_file({"a": torch.zeros(2)}, file), NOT_OURS),
-    (edited(lambda t, f: f.update(schema_version=99)), "written by a newer dpmac .format 99"),
+    (edited(lambda t, f: f.update(schema_version=99)), "another version .*format 99.* Upgrade"),
+    (edited(lambda t, f: f.update(schema_version=1)), "another version.*read it with dpmac 0.3"),
     (edited(lambda t, f: f["input"].update(std=[float("nan")])), f"{NOT_OURS}input.std"),
     (edited(lambda t, f: t.update({"3.bias": torch.full((10,), torch.nan)})), "contains NaN"),
     (edited(lambda t, f: f.update(classes=["\x1b[31m"])), NOT_OURS),

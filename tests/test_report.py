@@ -17,7 +17,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report import events_of, read_report
+from dpmac_cli.release.report import read_report
 from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
@@ -108,14 +108,6 @@ def altered(report: dict[str, Any], change: Callable[[dict[str, Any]], object]) 
     return Path("report.json")
 
 
-@pytest.mark.promise("price")
-def test_attempts_that_an_older_version_replaced_count_in_a_study(report: dict[str, Any]) -> None:
-    before = {**vars(EVENT), "steps": 2}
-    file = altered(report, lambda v: v["privacy"].update(abandoned=[before]))
-    assert [event.steps for event in events_of(file.parent)] == [2, 24]
-    assert [event.steps for event in read_report(file).privacy.training_events()] == [24]
-
-
 WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "control characters": ("dataset.name: control", lambda v: v["dataset"].update(name="\x1b")),
     "epsilon below 0": ("privacy.epsilon: ", lambda v: v["privacy"].update(epsilon=-1.0)),
@@ -137,8 +129,12 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         lambda v: v["privacy"]["events"][0].update(batch=3),
     ),
     "newer": (
-        "newer dpmac (format 2; this version supports 1)",
-        lambda v: v.update(schema_version=2),
+        "another version of dpmac (format 3; this version reads 2). Upgrade dpmac.",
+        lambda v: v.update(schema_version=3),
+    ),
+    "older": (
+        "another version of dpmac (format 1; this version reads 2). Train again, or read it with",
+        lambda v: v.update(schema_version=1),
     ),
 }
 

@@ -365,6 +365,10 @@ def alter(ledger: Path) -> None:
     )
 
 
+def age(saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes().replace(b'"version\\": 8', b'"version\\": 7'))
+
+
 REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
     (
         "resume",
@@ -384,6 +388,7 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
     ("resume", lambda: None, {}, r"finished: it took 21 of 21 steps.*--fork run --out NEW"),
     ("fork", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
     ("fork", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
+    ("resume", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 7.* reads 8\)"),
     ("fork", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),
     ("fork", lambda: alter(LEDGER), {"steps": "30"}, "spent.json is missing or damaged"),
     ("resume", lambda: damage(LEDGER), {}, "spent.json is missing or damaged"),

@@ -15,9 +15,6 @@ from dpmac_cli.files import catalogue
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import Task
 
-#: Version of the rule by which records without a unit are held out; the header of a model has it.
-#: Before 2, the parsed values of a record decided, and so did the schema of a table.
-SPLIT_RULE = 2
 #: Steps per epoch, and epochs, for datasets without tuned defaults: see docs/recipes.md.
 STEPS_PER_EPOCH, EPOCHS = 12, 20
 

@@ -21,7 +21,7 @@ from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.registry import SPLIT_RULE, Dataset
+from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import (
     NONE_LEFT_OUT,
     TABLES,
@@ -142,13 +142,6 @@ def _chosen(released: Released, given: dict[str, Any]) -> DataPlan:
         raise ModelError(
             f"{plan.dataset} has a schema with other columns than the one that {file} was trained "
             "with. Pass that schema to from_dataframe."
-        )
-    if plan.found.held_out and not plan.found.unit and known.split_rule != SPLIT_RULE:
-        raise InputError(
-            f"{file} is of an older version of dpmac, which held out other records of "
-            f"{plan.dataset} for testing. Some of those that are held out now were trained on, so "
-            "their scores would be too high. Score it with that version, on data with a test set "
-            "(--dataset), or train it again."
         )
     if below is None and plan.found.held_out:
         raise InputError(

@@ -13,7 +13,6 @@ import safetensors.torch
 from dpmac_cli import __version__, files
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.data.registry import SPLIT_RULE
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import WithHead
 from dpmac_cli.models.text_encoder import adapter_of
@@ -118,9 +117,7 @@ def _dataset(case: Case) -> report.Dataset:
         test_size=plan.facts.test_size,
         sha256=plan.facts.sha256,
         own=plan.own,
-        multilabel=False,
         held_out=plan.found.held_out,
-        split_rule=SPLIT_RULE,
         test_note=text("test records", case) or None,
         taken_from_records=plan.found.inferred,
         schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),

@@ -20,7 +20,7 @@ from pydantic import (
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
-from dpmac_cli.data.registry import SPLIT_RULE, Constants, Signature, constants_of
+from dpmac_cli.data.registry import Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
@@ -40,7 +40,9 @@ from dpmac_cli.runs.headers import (
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import EvaluationMetric, Task
 
-SCHEMA_VERSION = 1
+#: Format of report.json and of a model's header; no other is read. It also changes with the rule by
+#: which records are held out, so no model is scored on records that it was trained on.
+SCHEMA_VERSION = 2
 T = TypeVar("T")
 
 
@@ -81,12 +83,8 @@ class Dataset(Part):
     files."""
     own: bool
     """Whether it is your own data rather than a registered dataset."""
-    multilabel: Literal[False]
-    """False. Up to version 0.3, a record could have several labels instead of one class."""
     held_out: bool
     """Whether the test records were held out of the private records."""
-    split_rule: Annotated[int, Field(ge=1, le=SPLIT_RULE)] = 1
-    """Version of the rule that chose the records to hold out. Absent for 1."""
     test_note: str | None
     """What that means for their privacy. Null if they were not held out."""
     taken_from_records: tuple[str, ...]
@@ -327,9 +325,6 @@ class Privacy(Said):
     events: Events
     """What each part did to the records, in order; the published model's is the last. Epsilon can
     be recomputed from these and delta (dpmac account RUN)."""
-    abandoned: Annotated[tuple[Event, ...], Field(exclude=True)] = ()
-    """Only before version 0.4: what attempts that the run replaced in a study did to the records.
-    Not part of this epsilon, but of the study's."""
     adjacency: Literal["add-or-remove-one"] | None
     """Which datasets are neighbours. Values of epsilon under different adjacencies are not
     comparable. Null without privacy."""
@@ -340,8 +335,8 @@ class Privacy(Said):
     one record (docs/accounting.md). Null without privacy."""
     computed_from_records: tuple[Computed, ...] | None
     """Everything that the run computes from its records. Null without privacy."""
-    not_covered: tuple[str, ...] = ()
-    """What epsilon does not cover, in sentences. Absent before version 0.4."""
+    not_covered: tuple[str, ...]
+    """What epsilon does not cover, in sentences."""
     seed_policy: SeedPolicy
     """Whether the randomness can be secret."""
     randomness: Randomness
@@ -577,19 +572,22 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
     contain the file, the complaint, the first fault in brackets, and the remedy.
 
     Raises:
-        InputError: a key is missing or has a value that dpmac does not write, or a newer version
+        InputError: a key is missing or has a value that dpmac does not write, or another version
             wrote it.
     """
     try:
         version = _Versioned.model_validate_json(text, strict=True).schema_version
-        if version <= SCHEMA_VERSION:
+        if version == SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:
         fault = first_fault(failure)
         raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
+    what_to_do = "Train again, or read it with dpmac 0.3."
+    if version > SCHEMA_VERSION:
+        what_to_do = "Upgrade dpmac."
     raise InputError(
-        f"{file} was written by a newer dpmac (format {version}; this version supports "
-        f"{SCHEMA_VERSION}). Upgrade dpmac."
+        f"{file} was written by another version of dpmac (format {version}; this version reads "
+        f"{SCHEMA_VERSION}). {what_to_do}"
     )
 
 
@@ -605,12 +603,11 @@ def read_report(path: Path) -> Report:
 
 
 def events_of(run: Path) -> tuple[TrainingEvent, ...]:
-    """Return the events of a run and of what it replaced; all planned events if it was killed.
+    """Return the events of a run; all planned events if it was killed.
 
     Raises InputError if neither report nor ledger can be read.
     """
     found = ledger.read_spent(run)
     if found is not None and not (run / folder.REPORT).exists():
         return found.planned
-    privacy = read_report(run).privacy
-    return (*(event.done for event in privacy.abandoned), *privacy.training_events())
+    return read_report(run).privacy.training_events()

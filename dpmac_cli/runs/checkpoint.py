@@ -61,8 +61,12 @@ def read(run: Path) -> Checkpoint:
     try:
         tensors, header = unpacked(path_in(run).read_bytes())
         text = header[CHECKPOINT_HEADER]
-        if headers.Versioned.model_validate_json(text).version != VERSION:
-            why = f"{path_in(run)} was written by another version of dpmac"
+        version = headers.Versioned.model_validate_json(text).version
+        if version != VERSION:
+            why = (
+                f"{path_in(run)} was written by another version of dpmac (format {version}; this "
+                f"version reads {VERSION})"
+            )
         else:
             sealed = headers.Checkpoint.model_validate_json(text, strict=True)
             if sealed.sha256 == digest(tensors, json.loads(text)["record"]):

@@ -43,15 +43,10 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SEALED = (*PUBLISHED, AUDIT, ADAPTER, ADAPTER_CONFIG)
 #: Checksums of the public files, in the format of sha256sum.
 SUMS = "SHA256SUMS"
-#: Every file that dpmac writes to a run's folder, also those of version 0.3. By the last one, a
-#: folder is known as a run's.
-WRITTEN = (
-    *(SUMS, *(name for name in SEALED if name != CONFIG)),
-    *(".attempts.json", "events.out.tfevents.dpmac", CONFIG),
-)
-#: Every file that dpmac writes to the folder of checkpoints, as patterns. Those of version 0.3 hold
-#: the keys of its noise.
-SAVED = (STATE, LEDGER, f"step-{'[0-9]' * 9}.safetensors", "PRIVATE.txt")
+#: Every file that dpmac writes to a run's folder. By the last one, a folder is known as a run's.
+WRITTEN = (SUMS, *(name for name in SEALED if name != CONFIG), CONFIG)
+#: Every file that dpmac writes to the folder of checkpoints.
+SAVED = (STATE, LEDGER)
 
 #: How often a lock is tried again while :func:`in_use` may hold it, and the seconds between.
 LOOKS, A_LOOK = 5, 0.05
