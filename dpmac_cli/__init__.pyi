@@ -40,7 +40,6 @@ from .release.prediction import score as score
 from .release.private import make_private as make_private
 from .release.publish import Finished as Finished
 from .release.run import finish as finish
-from .release.run import fork as fork
 from .release.run import resume as resume
 from .release.run import train as train
 from .runs.session import Evaluated as Evaluated

@@ -360,15 +360,15 @@ def test_no_coin_is_in_a_checkpoint() -> None:
 
 
 @pytest.mark.promise("audit")
-def test_an_audit_run_can_be_neither_changed_nor_forked() -> None:
+def test_an_audit_run_can_be_neither_changed_nor_resumed() -> None:
     stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
     before = contents(stopped.folder)
-    with pytest.raises(InputError, match="is an audit run, which can neither be resumed nor"):
+    with pytest.raises(InputError, match="is an audit run, which cannot be resumed"):
         finish(run.resume(stopped.folder))
     for change in ({"lr": "0.01"}, {"canaries": "60"}):
         with pytest.raises(InputError, match="Start a new run"):
-            finish(run.fork(stopped.folder, {**change, "out": "forked"}))
-    assert not Path("forked").exists()
+            finish(run.resume(stopped.folder, {**change, "out": "longer"}))
+    assert not Path("longer").exists()
     assert contents(stopped.folder) == before
 
 

@@ -227,9 +227,9 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
 
 
 @pytest.mark.promise("said")
-def test_a_fork_of_a_seeded_run_is_seeded() -> None:
+def test_a_seeded_run_resumed_into_another_folder_is_seeded() -> None:
     first = train_digits(seed=SEED, out="run")
-    *_, last = run.fork(first.folder, {"steps": "5", "out": "forked"})
+    *_, last = run.resume(first.folder, {"steps": "5", "out": "longer"})
     assert isinstance(last, Finished)
     assert "only against those who do not know its seed" in card(last.folder).splitlines()[0]
 
@@ -246,10 +246,10 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
 
 
 @pytest.mark.promise("said")
-def test_every_ancestor_of_a_fork_is_listed() -> None:
+def test_every_ancestor_of_a_run_in_another_folder_is_listed() -> None:
     first = train_digits(out="run", steps=5)
     before = card(first.folder)
-    *_, last = run.fork(first.folder, {"steps": "9", "sigma": "8", "out": "forked"})
+    *_, last = run.resume(first.folder, {"steps": "9", "sigma": "8", "out": "longer"})
     assert isinstance(last, Finished)
     text = card(last.folder)
     assert "| before 1 | 5 | poisson | 0.0890745 | 6 |" in text

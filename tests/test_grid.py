@@ -24,7 +24,7 @@ from dpmac_cli.cli.compare import planned_runs
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import events_of
-from dpmac_cli.release.run import fork, resume, train
+from dpmac_cli.release.run import resume, train
 from dpmac_cli.studies import local, results
 from dpmac_cli.studies.grid import NOT_STUDIED, Grid, address, listed_values, plan
 from dpmac_cli.studies.results import (
@@ -362,15 +362,15 @@ def test_none_is_the_best_beside_a_row_that_was_not_tested() -> None:
 
 @pytest.mark.promise("price")
 @pytest.mark.parametrize("changed", [{"sigma": "2"}, {"steps": "6"}, {"lr": "0.1"}])
-def test_a_run_that_its_fork_has_replaced_is_charged_as_the_fork(
+def test_a_run_replaced_by_its_resume_into_another_folder_is_charged_as_that(
     changed: dict[str, str], tmp_path: Path
 ) -> None:
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     for one in study.runs:
         list(train(one.plan, after(3)))
-    where, replaced = tmp_path / "fork", study.runs[0].folder
-    list(fork(replaced, {**changed, "out": where}))
+    where, replaced = tmp_path / "longer", study.runs[0].folder
+    list(resume(replaced, {**changed, "out": where}))
     shutil.rmtree(replaced)
     where.rename(replaced)
     list(resume(study.runs[1].folder))

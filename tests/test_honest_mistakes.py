@@ -108,7 +108,9 @@ def test_weights_of_ones_own_run_are_not_public_whatever_the_dataset_is_called(
         plan_search({**again, "lr": "0.1,0.2"}).trial(),
     ]
     for plan in plans:
-        with pytest.raises(InputError, match=r"trained on first by dpmac, so .* train --fork RUN"):
+        with pytest.raises(
+            InputError, match=r"trained on first by dpmac, so .* train --resume RUN --out NEW"
+        ):
             finish(train(plan))
     trained_on(second, "claims-nothing", pretrained=file, batch_size=20, no_dp=True)
     public = tmp_path / "public.safetensors"

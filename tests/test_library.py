@@ -71,10 +71,10 @@ def _messages_of_a_command() -> None:
         ("Add --unit 'id([0-9]+)' or --steps N.", "Add unit='id([0-9]+)' or steps=N."),
         ("--epochs 5 is 60 steps at --batch-size 8.", "epochs=5 is 60 steps at batch_size=8."),
         ("--loss mse: no such file: a--b.c", "loss mse: no such file: a--b.c"),
-        *[(text, text) for text in ("Use dpmac train --fork.", "pip install --user x (or not).")],
+        *[(text, text) for text in ("Use dpmac train --resume.", "pip install --user x (or not).")],
         (
-            "x (dpmac train --fork v0.2/a --steps N) --lr",
-            "x (dpmac train --fork v0.2/a --steps N) lr",
+            "x (dpmac train --resume v0.2/a --steps N) --lr",
+            "x (dpmac train --resume v0.2/a --steps N) lr",
         ),
         ("Type: dpmac eval a.b --model M. Then --lr.", "Type: dpmac eval a.b --model M. Then lr."),
     ],

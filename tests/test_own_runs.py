@@ -185,18 +185,18 @@ def interrupted(data: str, *flags: str) -> Finished:
 @pytest.mark.promise("resume")
 @pytest.mark.parametrize(
     "flags",
-    [("--resume", "run"), ("--fork", "run", "--steps", "9", "--out", "fork")],
-    ids=["resume", "fork"],
+    [("--resume", "run"), ("--resume", "run", "--steps", "9", "--out", "longer")],
+    ids=["here", "elsewhere"],
 )
 def test_a_run_goes_on_with_as_many_records_as_it_began_with(flags: tuple[str, ...]) -> None:
     arrays = dict(np.load(wine("wine.npz")))
     before = interrupted("wine.npz").report["privacy"]
     np.savez("wine.npz", **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
     assert "numbers of records are not those that the run started with" in refused("train", *flags)
-    assert not Path("fork").exists()
+    assert not Path("longer").exists()
     np.savez("wine.npz", **arrays)
     done("train", *flags)
-    after = report_of("fork" if "--fork" in flags else "run")
+    after = report_of("longer" if "--out" in flags else "run")
     assert after["privacy"]["epsilon"] > before["epsilon"]
 
 
@@ -265,8 +265,8 @@ def test_what_a_network_draws_and_does_not_train_stays() -> None:
         done("train", "--resume", run, *model)
     first, again = (safetensors.torch.load_file(f"{r}/model.safetensors") for r in ("run", "again"))
     assert torch.equal(first["drawn"], again["drawn"])
-    done("train", "--fork", "run", *model, "--steps", "9", "--out", "fork")
-    assert torch.equal(buffer_of("fork"), first["drawn"])
+    done("train", "--resume", "run", *model, "--steps", "9", "--out", "longer")
+    assert torch.equal(buffer_of("longer"), first["drawn"])
 
 
 @pytest.mark.promise("code")

@@ -186,9 +186,13 @@ def test_nothing_is_unpickled_from_the_first_step_to_the_last_score(
     train_digits(steps=1)  # whatever a first use of a library loads is its own affair
     calls = forbid_unpickling(monkeypatch)
     where = train_digits(out="run").folder
-    for _ in run.fork(where, {"steps": "5", "out": "fork"}):
+    for _ in run.resume(where, {"steps": "5", "out": "longer"}):
         pass
-    for args in (["eval", "run"], ["account", "run"], ["train", "--fork", "run", "--steps", "7"]):
+    for args in (
+        ["eval", "run"],
+        ["account", "run"],
+        ["train", "--resume", "run", "--out", "new", "--steps", "7"],
+    ):
         result = CliRunner().invoke(app, args)
         assert (result.exit_code, result.exception) == (0, None), result.output
     assert calls == []

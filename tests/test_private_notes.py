@@ -73,11 +73,11 @@ STEPS = ("--steps", "2", "--sigma", "6", "--batch-size", "80", "--optimizer", "d
 
 @pytest.mark.promise("published")
 def test_no_file_of_a_run_has_a_private_note(here: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The person reads it, on stderr, of a new run, a resumed one, and a fork."""
+    """The person reads it, on stderr, of a new run, and of a resumed one."""
     caplog.set_level(logging.DEBUG)
     commands = (
         ("train", *TYPED, *STEPS, "--out", "run"),
-        ("train", "--fork", "run", "--steps", "3", "--out", "fork"),
+        ("train", "--resume", "run", "--steps", "3", "--out", "longer"),
         ("compare", *TYPED, *STEPS[:6], "--optimizers", "dp-sgd", "--seeds", "1", "--out", "table"),
     )
     for command in commands:
@@ -88,7 +88,7 @@ def test_no_file_of_a_run_has_a_private_note(here: Path, caplog: pytest.LogCaptu
         assert not [count for count in COUNTS if count in done.stdout]
     for name in ("run", "table"):
         assert dpmac("report", name, "--html", here / name / "page.html").exit_code == 0
-    files = [file for name in ("run", "fork", "table") for file in published(here / name)]
+    files = [file for name in ("run", "longer", "table") for file in published(here / name)]
     assert {folder.REPORT, folder.CARD, folder.CONFIG, folder.METRICS} <= {f.name for f in files}
     for file in files:
         content = file.read_bytes()

@@ -247,12 +247,12 @@ def test_a_score_is_saved_before_it_is_shown() -> None:
 
 
 @pytest.mark.promise("scores")
-def test_a_fork_keeps_the_promise_about_the_test_records() -> None:
+def test_a_resume_into_another_folder_keeps_the_promise_about_the_test_records() -> None:
     train_digits(out="exact")
-    with pytest.raises(InputError, match="--cover-scores cannot change in a fork"):
-        run.finish(run.fork("exact", {"cover_scores": True, "steps": "6", "out": "fork"}))
+    with pytest.raises(InputError, match="--cover-scores cannot change in a resume"):
+        run.finish(run.resume("exact", {"cover_scores": True, "steps": "6", "out": "longer"}))
     train_digits(**COVERED, out="covered")
-    finished = run.finish(run.fork("covered", {"steps": "40", "out": "fork"}))
+    finished = run.finish(run.resume("covered", {"steps": "40", "out": "longer"}))
     scores = finished.report["privacy"]["covered_scores"]
     assert scores["released"] == 2
     tested = [event for event in finished.report["privacy"]["events"] if event["records"] == "test"]
@@ -286,13 +286,13 @@ def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
 
 @pytest.mark.promise("scores")
 @pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
-def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
+def test_the_budget_in_another_folder_pays_for_the_scores_of_the_resumed_run(more: float) -> None:
     flags: dict[str, Any] = {"sigma": 6.0, "epochs": 8, "batch_size": 1437}  # cheap to price
     before = train_digits(cover_scores=True, out="parent", **flags).report
     budget = cost_of_scores(before) + more
-    changes = {"epochs": "16", "max_epsilon": f"{budget}", "out": "fork"}
+    changes = {"epochs": "16", "max_epsilon": f"{budget}", "out": "longer"}
     try:
-        report = run.finish(run.fork("parent", changes)).report
+        report = run.finish(run.resume("parent", changes)).report
     except BudgetError:
         assert more < 1
     else:

@@ -36,7 +36,7 @@ def names(where: Path) -> set[str]:
 def test_no_secret_is_in_any_published_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str, seed: int | None
 ) -> None:
-    """Stopped, resumed, and forked: whatever any of them wrote, also in its checkpoints."""
+    """Stopped, and resumed here and in another folder: all files, also checkpoints."""
     look_through(monkeypatch, tmp_path, seed, optimizer=optimizer)
 
 
@@ -63,7 +63,7 @@ def published_secrets(
     instead: int = 0,
     **flags: Any,
 ) -> set[str]:
-    """What is found of a run that is stopped, resumed, and forked."""
+    """What is found of a run that is stopped, and resumed here and in another folder."""
     with monkeypatch.context() as patched:
         secrets = search.record(patched, tmp_path, seed, instead)
         config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
@@ -73,9 +73,9 @@ def published_secrets(
         whole = finish(run.resume(where, {}))
         assert [event["steps"] for event in whole.report["privacy"]["events"]] == [2, 2]
         leaks |= {*secrets.found(where)}
-        forked = finish(run.fork(where, {"steps": "6", "out": tmp_path / "forked"}))
-    assert [event["steps"] for event in forked.report["privacy"]["events"]] == [2, 2, 2]
-    for each in (where, forked.folder):
+        longer = finish(run.resume(where, {"steps": "6", "out": tmp_path / "longer"}))
+    assert [event["steps"] for event in longer.report["privacy"]["events"]] == [2, 2, 2]
+    for each in (where, longer.folder):
         assert names(each) == PUBLIC_FILES
         leaks |= {*secrets.found(each)}
     return leaks

@@ -76,8 +76,7 @@ def shortened(command: str) -> str:
     for long, short in SHORTER.items():
         command = command.replace(long, short)
     trains = " train " in command or " compare " in command
-    goes_on = "--resume" in command or "--fork" in command
-    return f"{command} --steps 2" if trains and not goes_on else command
+    return f"{command} --steps 2" if trains and "--resume" not in command else command
 
 
 def set_scene(folder: Path) -> None:

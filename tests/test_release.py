@@ -269,10 +269,10 @@ def test_the_weights_that_are_scored_are_published() -> None:
 
 
 @pytest.mark.promise("price")
-def test_the_planned_epsilon_of_a_fork_includes_its_parent() -> None:
+def test_the_planned_epsilon_in_another_folder_includes_the_resumed_run() -> None:
     first = train_digits(out="run", steps=5)
-    changed = {"steps": "60", "sigma": "8", "out": "forked"}
-    *_, last = running.fork(first.folder, changed, stop=lambda: True)
+    changed = {"steps": "60", "sigma": "8", "out": "longer"}
+    *_, last = running.resume(first.folder, changed, stop=lambda: True)
     assert isinstance(last, Finished)
     privacy = last.report["privacy"]
     before, part = (TrainingEvent(**event) for event in privacy["events"])

@@ -14,7 +14,7 @@ from dpmac_cli import make_private
 from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, fork, resume, train
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.studies.grid import Run, plan
 from dpmac_cli.studies.local import train_job
@@ -62,14 +62,14 @@ def typed(out: Path) -> None:
     assert dpmac("train", *flags, "--out", str(out), "--force").exit_code == 0
 
 
-def forked(out: Path) -> None:
+def resumed_from_another(out: Path) -> None:
     parent = out.with_name("parent")
     if not parent.exists():
         finish(train(digits_config(out=parent, steps=2), after(1)))
-    finish(fork(parent, {"out": out, "force": True, "steps": 3}))
+    finish(resume(parent, {"out": out, "force": True, "steps": 3}))
 
 
-WAYS = pytest.mark.parametrize("replace", [published, trained, typed, forked])
+WAYS = pytest.mark.parametrize("replace", [published, trained, typed, resumed_from_another])
 
 
 @pytest.mark.promise("ledger")
@@ -105,7 +105,7 @@ def begun_again(out: Path) -> None:
 
 
 #: Every door by which a run takes the place of another or goes on.
-DOORS = (published, trained, typed, forked, begun_again, resumed)
+DOORS = (published, trained, typed, resumed_from_another, begun_again, resumed)
 
 
 def unfinished(out: Path) -> Path:
@@ -172,7 +172,7 @@ def test_what_is_in_the_way_is_named_and_stays(name: str, tmp_path: Path) -> Non
         (out / name).mkdir(parents=True)
         (out / name / "thesis.tex").write_text("mine")
     before = every_file(out)
-    for replace in (published, trained, forked):
+    for replace in (published, trained, resumed_from_another):
         with pytest.raises(InputError) as caught:
             replace(out)
         said = str(caught.value)
@@ -213,13 +213,13 @@ def searched(out: Path) -> Iterator[Finished]:
 
 
 @pytest.mark.promise("ledger")
-def test_a_published_loop_is_not_forked_from_the_run_that_it_replaced(tmp_path: Path) -> None:
-    """The report would say one epsilon, and its fork another, from other weights."""
+def test_a_published_loop_is_not_resumed_from_the_run_that_it_replaced(tmp_path: Path) -> None:
+    """The report would say one epsilon, and a run resumed from it another, of other weights."""
     train_digits(out=tmp_path / "run", steps=4, seed=1)
     published(tmp_path / "run")
-    for go_on in (resume, fork):
+    for given in ({}, {"out": tmp_path / "x"}):
         with pytest.raises(InputError, match="contains no checkpoint"):
-            finish(go_on(tmp_path / "run", {"out": tmp_path / "x"} if go_on is fork else {}))
+            finish(resume(tmp_path / "run", given))
 
 
 class KilledError(BaseException):
@@ -250,12 +250,12 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
 
 @pytest.mark.promise("ledger")
-@pytest.mark.parametrize("replace", rest_long([trained, published, forked]))
+@pytest.mark.parametrize("replace", rest_long([trained, published, resumed_from_another]))
 def test_a_kill_leaves_no_mixture_of_two_runs(
     replace: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the ledger of the new run may be there before all files of the older one are gone."""
-    replace(tmp_path / "fresh")  # and the parent of a fork
+    replace(tmp_path / "fresh")  # and the run that is resumed into it
     ledger, out = f"{folder.CHECKPOINTS}/{folder.LEDGER}", tmp_path / "run"
     before = older(tmp_path / "older")
     for call in range(1, 200):
@@ -267,9 +267,9 @@ def test_a_kill_leaves_no_mixture_of_two_runs(
         kinds.pop(ledger, None)
         assert len(set(kinds.values())) < 2, (call, kinds)
         if all(kinds.values()) and not any(name.endswith(".safetensors") for name in now):
-            for go_on in (resume, fork):
+            for given in ({}, {"out": tmp_path / "x"}):
                 with pytest.raises(InputError):
-                    finish(go_on(out, {"out": tmp_path / "x"} if go_on is fork else {}))
+                    finish(resume(out, given))
         if calls[0] >= 0:
             return
         shutil.rmtree(out)

@@ -1,4 +1,4 @@
-"""Resumed and forked runs draw with new keys, and count everything that was begun before."""
+"""Resumed runs draw with new keys, and count everything that was begun before."""
 
 import base64
 import itertools
@@ -200,7 +200,7 @@ def test_no_key_is_on_disk_or_used_in_two_sessions(monkeypatch: pytest.MonkeyPat
     events.close()  # type: ignore[attr-defined]
     finish(run.resume(Path("run"), {}, after(3)))
     finish(run.resume(Path("run"), {}))
-    finish(run.fork(Path("run"), {"steps": "24", "out": "forked"}))
+    finish(run.resume(Path("run"), {"steps": "24", "out": "longer"}))
     check_no_key(made)
     assert len(made) == 4
     for name in STREAMS:  # the seed of initial weights, which no record changes, is kept
@@ -266,8 +266,10 @@ class Draws:
 
 @pytest.mark.promise("resume")
 @pytest.mark.parametrize("change", [{"lr": "0.01"}, {"steps": "30"}, {"physical_batch": "64"}])
-def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 21 was shown by the run, and is taken again by its fork, which begins at step 20."""
+def test_a_resume_into_another_folder_reuses_no_draw(
+    change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 21 was shown by the run, and is taken again in another folder from step 20."""
     draws, save = Draws(monkeypatch), checkpoint.save
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -279,7 +281,7 @@ def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.Mo
         )
         finish(run.train(start(out="run")))
     before = len(draws.noise)
-    finished = finish(run.fork(Path("run"), {**change, "out": "forked"}))
+    finished = finish(run.resume(Path("run"), {**change, "out": "longer"}))
     assert len(draws.noise) == len(draws.batches) > before == STEPS
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
@@ -289,11 +291,11 @@ def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.promise("resume")
-def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
+def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
     first = finish(run.train(start(out="run")))
     before = contents(first.folder)
-    second = finish(run.fork(first.folder, {"steps": "40", "sigma": "8", "out": "second"}))
-    third = finish(run.fork(second.folder, {"steps": "50", "out": "third"}))
+    second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8", "out": "second"}))
+    third = finish(run.resume(second.folder, {"steps": "50", "out": "third"}))
     events = (
         TrainingEvent(RATE, SIGMA, 21, "poisson", 12),
         TrainingEvent(RATE, 8.0, 19, "poisson", 12),
@@ -311,12 +313,12 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
 
 
 @pytest.mark.promise("resume")
-def test_a_budget_covers_what_a_fork_inherits() -> None:
+def test_a_budget_covers_what_a_run_in_another_folder_inherits() -> None:
     first = finish(run.train(start(out="run")))
     spent = first.report["privacy"]["epsilon"]
     budget = round(1.2 * spent, 4)
-    flags = {"steps": "60", "max_epsilon": str(budget), "out": "forked"}
-    last = finish(run.fork(first.folder, flags))
+    flags = {"steps": "60", "max_epsilon": str(budget), "out": "longer"}
+    last = finish(run.resume(first.folder, flags))
     assert last.state == "budget-spent"
     assert spent < last.report["privacy"]["epsilon"] <= budget
 
@@ -371,42 +373,52 @@ def age(saved: Path) -> None:
 
 REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
     (
-        "resume",
+        "here",
         lambda: None,
         {"lr": "0.01"},
-        "--lr cannot change in a resume.*--fork run --out NEW",
+        "--lr cannot change in a resume.*--resume run --out NEW",
     ),
-    ("resume", lambda: None, {"out": "other"}, "--out cannot change in a resume"),
-    ("resume", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot .*Start a new run"),
-    ("fork", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot change in a fork"),
-    ("fork", lambda: None, {"epsilon": 3}, "--epsilon cannot change in a fork"),
-    ("fork", lambda: None, {"isolate": True}, "--isolate cannot change in a fork"),
-    ("fork", lambda: None, {"seed": 0}, "--seed cannot change in a fork"),
-    ("fork", lambda: None, {"ema": 0.9}, "--ema cannot change in a fork"),
-    ("fork", lambda: None, {"steps": "2"}, r"has already taken 21 steps, but 2.*--steps .above 21"),
-    ("fork", lambda: None, {"out": "run", "force": True}, "is the run to fork. Use a new folder"),
-    ("resume", lambda: None, {}, r"finished: it took 21 of 21 steps.*--fork run --out NEW"),
-    ("fork", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
-    ("fork", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
-    ("resume", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 7.* reads 8\)"),
-    ("fork", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),
-    ("fork", lambda: alter(LEDGER), {"steps": "30"}, "spent.json is missing or damaged"),
-    ("resume", lambda: damage(LEDGER), {}, "spent.json is missing or damaged"),
-    ("resume", lambda: damage(Path("run/config.yaml")), {}, "config.yaml was edited or damaged"),
-    ("resume", lambda: shutil.rmtree("run"), {}, "is not a run folder: it contains no config"),
+    ("here", lambda: None, {"force": True}, "--force cannot change in a resume"),
+    ("here", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot .*Start a new run"),
+    ("elsewhere", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot change in a resume"),
+    ("elsewhere", lambda: None, {"epsilon": 3}, "--epsilon cannot change in a resume"),
+    ("elsewhere", lambda: None, {"isolate": True}, "--isolate cannot change in a resume"),
+    ("elsewhere", lambda: None, {"seed": 0}, "--seed cannot change in a resume"),
+    ("elsewhere", lambda: None, {"ema": 0.9}, "--ema cannot change in a resume"),
+    (
+        "elsewhere",
+        lambda: None,
+        {"steps": "2"},
+        r"has already taken 21 steps, but 2.*--steps .above 21",
+    ),
+    (
+        "elsewhere",
+        lambda: None,
+        {"out": "run", "force": True},
+        "is the run to resume. Leave --out out",
+    ),
+    ("here", lambda: None, {}, r"finished: it took 21 of 21 steps.*--resume run --out NEW"),
+    ("elsewhere", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
+    ("elsewhere", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
+    ("here", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 7.* reads 8\)"),
+    ("elsewhere", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),
+    ("elsewhere", lambda: alter(LEDGER), {"steps": "30"}, "spent.json is missing or damaged"),
+    ("here", lambda: damage(LEDGER), {}, "spent.json is missing or damaged"),
+    ("here", lambda: damage(Path("run/config.yaml")), {}, "config.yaml was edited or damaged"),
+    ("here", lambda: shutil.rmtree("run"), {}, "is not a run folder: it contains no config"),
 )
 
 
 @pytest.mark.promise("resume")
-def test_what_cannot_be_resumed_or_forked_is_refused() -> None:
+def test_what_cannot_be_resumed_is_refused() -> None:
     finish(run.train(start(out="kept")))
-    for way, change, flags, said in REFUSALS:
+    for where, change, flags, said in REFUSALS:
         shutil.rmtree("run", ignore_errors=True)
         shutil.copytree("kept", "run")
         change()
         before = contents(Path("run")) if Path("run").exists() else None
-        given = flags if way == "resume" else {"out": "forked", **flags}
+        given = flags if where == "here" else {"out": "longer", **flags}
         with pytest.raises(InputError, match=said):
-            finish(getattr(run, way)(Path("run"), given))
+            finish(run.resume(Path("run"), given))
         assert before is None or contents(Path("run")) == before, said
-        assert not Path("forked").exists()
+        assert not Path("longer").exists()

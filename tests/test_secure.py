@@ -75,12 +75,12 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 
 
 @pytest.mark.promise("secure")
-def test_a_fork_that_changes_secure_tells_it() -> None:
+def test_a_resume_into_another_folder_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
     assert randomness(first) == {"secure": False, "statement": PLAINLY}
-    second = finish(run.fork(Path("run"), {"secure": True, "out": "second"}))
+    second = finish(run.resume(Path("run"), {"secure": True, "out": "second"}))
     assert [event["steps"] for event in second.report["privacy"]["events"]] == [5, 4]
     assert randomness(second) == {"secure": False, "statement": BOTH_WAYS}
-    third = finish(run.fork(Path("second"), {"steps": "12", "out": "third"}))
+    third = finish(run.resume(Path("second"), {"steps": "12", "out": "third"}))
     assert randomness(third) == {"secure": False, "statement": BOTH_WAYS}

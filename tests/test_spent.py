@@ -37,7 +37,7 @@ from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
-FORK = {"lr": "0.01", "out": "forked"}
+ELSEWHERE = {"lr": "0.01", "out": "longer"}
 SCORED = {"cover_scores": True}
 
 
@@ -154,7 +154,7 @@ def test_epsilon_is_never_below_what_was_spent(
         except Killed:
             kills += 1
         except InputError as failure:
-            if "neither resumed nor forked" in str(failure):
+            if "cannot be resumed" in str(failure):
                 return
             if "edited or damaged" in str(failure):
                 (where / folder.CONFIG).unlink()  # as the message says
@@ -165,8 +165,8 @@ def test_epsilon_is_never_below_what_was_spent(
                 assert released <= counted(ended.report) <= released + kills
                 told = len(truth.scores)
                 assert told <= counted(ended.report, "test") <= told + kills
-        if has_checkpoint(Path(f"fork-{attempt - 1}")):
-            where = Path(f"fork-{attempt - 1}")
+        if has_checkpoint(Path(f"run-{attempt - 1}")):
+            where = Path(f"run-{attempt - 1}")
         if not has_checkpoint(where):
             return
         lost |= draw.random() < 0.5 and lose(draw, where)
@@ -175,7 +175,7 @@ def test_epsilon_is_never_below_what_was_spent(
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
         begin = functools.partial(run.resume, where, {}, stop)
         if change:
-            begin = functools.partial(run.fork, where, {**change, "out": f"fork-{attempt}"}, stop)
+            begin = functools.partial(run.resume, where, {**change, "out": f"run-{attempt}"}, stop)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     stopped = finish(run.resume(RUN, {}, after(1)))
     assert stopped.report["hyperparameters"]["steps"] == 13
     assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [15, 2, 1]
-    last = finish(run.fork(RUN, FORK))
+    last = finish(run.resume(RUN, ELSEWHERE))
     assert [event["steps"] for event in last.report["privacy"]["events"]][:3] == [15, 2, 1]
     assert last.report["privacy"]["epsilon"] >= killed.epsilon() * (1 - 1e-9)
 
@@ -220,7 +220,7 @@ def test_the_ledger_of_an_earlier_session_is_refused() -> None:
     before = file.read_bytes()
     finish(run.resume(RUN, {}, after(1)))
     file.write_bytes(before)
-    for continued in (run.resume(RUN), run.fork(RUN, FORK)):
+    for continued in (run.resume(RUN), run.resume(RUN, ELSEWHERE)):
         with pytest.raises(InputError, match=r"spent\.json is missing or damaged"):
             finish(continued)
 

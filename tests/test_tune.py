@@ -379,7 +379,7 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tuning, "train", copied)
     with pytest.raises(RunError):
         finish(carry_out_search(space()))
-    for flags in (["--resume", "copy"], ["--fork", "copy", "--out", "new", "--steps", "9"]):
+    for flags in (["--resume", "copy"], ["--resume", "copy", "--out", "new", "--steps", "9"]):
         result = dpmac("train", *flags)
         assert result.exit_code == 2
         assert "is a trial of a search" in result.output
@@ -446,7 +446,7 @@ def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, Sear
 
 def test_the_published_run_cannot_be_trained_further(published: tuple[Path, SearchSpace]) -> None:
     run, _ = published
-    assert dpmac("train", "--fork", run, "--out", "new", "--steps", "9").exit_code == 2
+    assert dpmac("train", "--resume", run, "--out", "new", "--steps", "9").exit_code == 2
     assert dpmac("train", "--resume", run).exit_code == 2
     model = load_model(run).model
     with pytest.raises(ModelError, match="result of a search"):

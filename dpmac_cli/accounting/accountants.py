@@ -107,7 +107,7 @@ def total_epsilon(
     accountant: str = DEFAULT_ACCOUNTANT,
     widest: float = FINE,
 ) -> float:
-    """Return epsilon of several trainings on the same records, in sequence or as forks.
+    """Return epsilon of several trainings on the same records, in any order.
 
     For events on training and on test records, it is the larger of the two costs.
 

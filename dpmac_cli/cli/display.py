@@ -334,10 +334,10 @@ def follow(
 
 
 def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
-    """Return a sentence with the command to resume or fork a failed run."""
+    """Return a sentence with the command to resume a failed run."""
     if not checkpoint.path_in(where).exists():
         return "The run's checkpoint no longer exists, so it cannot be resumed. Start a new run."
-    way, command = "resume", folder.resume_command(where)
+    command = folder.resume_command(where)
     if changes:
-        way, command = "continue", folder.fork_command(where, changes)
-    return f"To {way} from the last checkpoint: {command}"
+        command = folder.resume_elsewhere_command(where, changes)
+    return f"To resume from the last checkpoint: {command}"

@@ -1,4 +1,4 @@
-"""dpmac train: start, resume or fork a run."""
+"""dpmac train: start or resume a run."""
 
 import contextlib
 import os
@@ -28,14 +28,9 @@ class Start(Flags, frozen=True):
 
     config: Config = None
     resume: SomePath | None = None
-    """Resume the run in this folder with the same settings. Add --model if it is your own
-    network."""
-    fork: SomePath | None = None
-    """Continue from the run in this folder with other settings, in a new folder --out."""
-    exclusive = (("resume", "fork"),)
-    not_both = MappingProxyType(
-        dict.fromkeys((("resume", "config"), ("fork", "config")), "a run has its settings")
-    )
+    """Resume the run in this folder with the same settings, or with --out in a new folder with
+    other settings, such as --epochs. Add --model if it is your own network."""
+    not_both = MappingProxyType({("resume", "config"): "a run has its settings"})
 
 
 @with_options(Start, SETTINGS)
@@ -72,8 +67,8 @@ def train(start: Start, **flags: Any) -> None:
 
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if run := start.resume or start.fork:
-        late.folder.check_run_folder(run, "--resume" if start.resume else "--fork")
+    if run := start.resume:
+        late.folder.check_run_folder(run)
         settings = Settings.model_validate(flags)
     else:
         shown = take(DisplayFlags, dict(flags))
@@ -90,8 +85,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if resolved:
             events = late.run.train(resolved.plan, asked, ranks=ranks)
         elif run:
-            way = late.run.resume if start.resume else late.run.fork
-            events = way(run, settings, asked, ranks=ranks)
+            events = late.run.resume(run, settings, asked, ranks=ranks)
         finished = late.display.follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
@@ -104,7 +98,7 @@ def _end(finished: "Finished") -> None:
     if finished.state == "interrupted":
         stop(f"interrupted; {kept} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
-        more = late.folder.fork_command(where, ["--max-epsilon MORE"])
+        more = late.folder.resume_elsewhere_command(where, ["--max-epsilon MORE"])
         stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
 
 

@@ -223,7 +223,7 @@ class PrivateTraining(PrivateProgram):
             return publish(session)
 
     def _spent(self) -> Spent:
-        """Return what was done to the records, as of a fork of earlier training."""
+        """Return what was done to the records, as of a run that is resumed."""
         plan, earlier = self._plan, self._earlier
         return Spent(
             earlier=self._before,

@@ -1,4 +1,4 @@
-"""Train, resume and fork runs: from a plan or a run folder to the published files of a run."""
+"""Train and resume runs: from a plan or a run folder to the published files of a run."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -57,43 +57,21 @@ def resume(
     ranks: Ranks | None = None,
     **keywords: Any,
 ) -> Iterator[RunEvent]:
-    """Resume a run from its newest undamaged checkpoint, with its settings.
+    """Resume a run from its checkpoint, in its folder or in another one.
 
-    Noise and batches are drawn with new keys, so no noise is added to two different gradients, and
-    epsilon also covers the steps that were lost.
+    Noise and batches are drawn with new keys, so no noise is added to two different gradients.
+    Epsilon covers all steps before and since, also those that were lost.
 
-    ``flags`` and ``keywords`` are settings that do not change the result, such as ``device``, and
-    ``model`` if it is user-supplied: code is not imported because a file refers to it. For other
-    arguments and errors see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, it is finished, a setting would change, all checkpoints
-            are damaged, or config.yaml was modified.
-    """
-    return _published(continued_run(where, _merged(flags, keywords), stop, data, ranks, fork=False))
-
-
-def fork(
-    parent: Path | str,
-    flags: Settings | Values | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-    **keywords: Any,
-) -> Iterator[RunEvent]:
-    """Continue from a run's newest checkpoint with other settings, in a new folder.
-
-    The parent is unchanged. Noise and batches are drawn with new keys, and epsilon covers
-    everything that was done to the records up to the checkpoint and since.
-
-    ``flags`` and ``keywords`` are settings to change, as in
-    :func:`~dpmac_cli.config.resolve.resolve`, with ``out``. For other arguments and errors see
-    :func:`train`.
+    ``flags`` and ``keywords`` are settings. Without ``out``, they are those that do not change the
+    result, such as ``device``, and ``model`` if it is user-supplied: code is not imported because a
+    file refers to it. With ``out``, the run is resumed into that folder, others may change, such as
+    ``epochs``, and the run itself is unchanged. For other arguments and errors see :func:`train`.
 
     Raises:
-        InputError: there is no such run, or the change cannot be made to it.
+        InputError: there is no such run, it is finished, a setting cannot change, the checkpoint
+            is damaged, or config.yaml was modified.
     """
-    return _published(continued_run(parent, _merged(flags, keywords), stop, data, ranks, fork=True))
+    return _published(continued_run(where, _merged(flags, keywords), stop, data, ranks))
 
 
 def _merged(flags: Settings | Values | None, keywords: dict[str, Any]) -> Mapping[Any, Any]:

@@ -1,1 +1,1 @@
-"""One training run: train, resume and fork; its folder, checkpoints and ledger."""
+"""One training run: train and resume; its folder, checkpoints and ledger."""

@@ -1,4 +1,4 @@
-"""Checkpoint: the state of a run after some step, from which it is resumed or forked.
+"""Checkpoint: the state of a run after some step, from which it is resumed.
 
 It is one safetensors file with the tensors and, in its header, a JSON record of everything else.
 All of it is computed after noise or public, and no secret key is in it: a run that continues from
@@ -76,6 +76,6 @@ def read(run: Path) -> Checkpoint:
     except folder.BROKEN:
         pass
     raise InputError(
-        f"{why}, so the run can be neither resumed nor forked. Start a new one, or replace it with "
+        f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
         f"--force --out {run}."
     )

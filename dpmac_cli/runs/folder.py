@@ -228,7 +228,7 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
     Other files stay, in the folder of checkpoints too. No link is followed.
 
     The checkpoints go first, then the checksums, and the ledger last: a kill in between leaves
-    nothing to resume or fork, and no new file is written before all old ones are gone. A new run's
+    nothing to resume, and no new file is written before all old ones are gone. A new run's
     own ledger is kept if ``keep_ledger``.
     """
     _unlink_folder(run)
@@ -328,10 +328,10 @@ def settings(run: Path) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name in SETTINGS}
 
 
-def check_run_folder(run: Path, flag: str = "--resume") -> None:
-    """Reject a folder without a run, or with a run whose configuration was modified."""
+def check_run_folder(run: Path) -> None:
+    """Reject a folder without a run."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
-        raise InputError(f"{flag} {run} is not a run folder: it contains no {CONFIG}.")
+        raise InputError(f"--resume {run} is not a run folder: it contains no {CONFIG}.")
 
 
 def command(words: str, run: Path) -> str:
@@ -349,9 +349,9 @@ def resume_command(run: Path) -> str:
     return command("train --resume", run)
 
 
-def fork_command(run: Path, changes: Sequence[str]) -> str:
-    """Return the command that forks a run with other settings."""
-    return f"{command('train --fork', run)} --out NEW {' '.join(changes)}"
+def resume_elsewhere_command(run: Path, changes: Sequence[str]) -> str:
+    """Return the command that resumes a run into another folder with other settings."""
+    return f"{resume_command(run)} --out NEW {' '.join(changes)}"
 
 
 def make_folder(run: Path) -> Path:

@@ -14,7 +14,7 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 
 #: Largest number of a header, exact in float64, and of a header's numbers with a fraction.
 MOST_COUNT, MOST_NUMBER = 1 << 53, 1e300
-#: Largest number of parts of a run: it was resumed or forked as many times.
+#: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
 
 

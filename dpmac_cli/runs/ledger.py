@@ -22,7 +22,7 @@ RESERVED = 100
 class Spent:
     """Steps that a run may have taken, in all its parts.
 
-    A part uses one set of keys. Every resume and every fork starts a new part.
+    A part uses one set of keys. Every resume starts a new part.
 
     Attributes:
         earlier: events of previous parts.

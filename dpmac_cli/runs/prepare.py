@@ -219,8 +219,8 @@ def _build(plan: TrainPlan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     if plan.privacy.private and carried_by(model):
         raise ModelError(
             f"--model {network.model}: the network was trained by dpmac before, and epsilon would "
-            "not count that. To train a run further, use dpmac train --fork RUN; in a program, "
-            "make_private(network, ...) adds up the costs."
+            "not count that. To train a run further, use dpmac train --resume RUN --out NEW; in a "
+            "program, make_private(network, ...) adds up the costs."
         )
     return model, said
 
@@ -269,8 +269,9 @@ def _check_public(weights: PublicWeights, data: DataPlan) -> None:
         raise InputError(
             f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
             "public to a run on any of the same records, and epsilon would not cover what they "
-            "reveal. To train that run further, use dpmac train --fork RUN, which counts both. If "
-            "no record of this run was used for them, save the weights without their origin: "
+            "reveal. To train that run further, use dpmac train --resume RUN --out NEW, which "
+            "counts both. If no record of this run was used for them, save the weights without "
+            "their origin: "
             f"python -c \"from safetensors.torch import *; save_file(load_file('{weights.path}'), "
             "'public.safetensors')\""
         )

@@ -48,7 +48,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A run is about to take its first step, or the first since it was resumed or forked.
+    """A run is about to take its first step, or the first since it was resumed.
 
     Attributes:
         parameters: number d of trained parameters, and of all parameters.
@@ -147,7 +147,7 @@ class Session:
         try:
             yield from self._updates(stop)
         except DivergedError as failure:
-            # Divergence reveals information about the records, so a fork must count those steps.
+            # Divergence reveals information about the records, so a resume must count those steps.
             epoch = failure.step / self.plan.privacy.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.ledger.write(self.ledger.charged(failure.step))

@@ -1,7 +1,7 @@
-"""Sessions of new, resumed and forked runs, up to the last step of each.
+"""Sessions of new and resumed runs, up to the last step of each.
 
-A resumed run is a fork into the same folder: it continues from the state of a checkpoint with new
-keys, and its events are those of all steps that may have begun, kept or not, and of those to come.
+A resumed run continues from the state of a checkpoint with new keys, in its folder or in another
+one. Its events are those of all steps that may have begun, kept or not, and of those to come.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -44,7 +44,7 @@ class Inherited:
         saved: the checkpoint; None for a new run.
         spent: budget spent by all previous sessions, and the part that begins.
         notes: messages for the user.
-        before: budget of the run as it was; None for a new run and a fork.
+        before: budget of the run as it was; None for a run in a new folder.
     """
 
     saved: checkpoint.Checkpoint | None
@@ -89,21 +89,20 @@ def continued_run(
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
-    *,
-    fork: bool,
 ) -> Generator[SessionEvent, None, None]:
-    """Resume or fork a run up to its last step; see :mod:`dpmac_cli.release.run`."""
-    run = Path(run)
-    folder.check_run_folder(run, "--fork" if fork else "--resume")
+    """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
+    run, given = Path(run), parse_settings(flags)
+    elsewhere = given.get("out") is not None
+    folder.check_run_folder(run)
     with torch_failures_explained():
         with folder.locked(run):
-            plan, before = _continued(run, parse_settings(flags), fork=fork)
+            plan, before = _continued(run, given, elsewhere=elsewhere)
             session = _session(plan, before, stop, data, ranks)
-            if not fork:
+            if not elsewhere:
                 session.ledger.write(session.ledger.spent.begun)
                 session.begin_files()
                 yield from session.drive(stop)
-        if fork:
+        if elsewhere:
             yield from _first(session, stop)
 
 
@@ -219,64 +218,65 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
     )
 
 
-#: Settings that a fork cannot change.
+#: Settings that no resume can change, not even one into another folder.
 FIXED = (
     *("dataset", "recipe", "model", "isolate", "features", "backbone", "backbone_size"),
     *("backbone_flips", "pretrained", "train", "lora_rank", "channels"),
     *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
     *("canaries", "seed", "cover_scores"),
 )
-#: Settings that a resume can change, because they do not describe the run.
+#: Settings that a resume into the same folder can change, because they do not describe the run.
 FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 
 
-def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[TrainPlan, Inherited]:
+def _continued(
+    run: Path, given: Mapping[str, Any], *, elsewhere: bool
+) -> tuple[TrainPlan, Inherited]:
     """Return the plan of a run that continues, and what it inherits. Raises InputError."""
     saved, spent = checkpoint.read(run), read_spent(run)
     recorded, step = saved.record.config, saved.step
     if saved.record.searched:
         raise InputError(
-            f"{run} is a trial of a search, whose cost is not that of one run, so it can neither "
-            "be resumed nor forked. To end the search, repeat its command of dpmac tune."
+            f"{run} is a trial of a search, whose cost is not that of one run, so it cannot be "
+            "resumed. To end the search, repeat its command of dpmac tune."
         )
     damaged = (
         f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of steps "
-        "taken is unknown, and the run can be neither resumed nor forked. Start a new one, or "
-        f"replace it with --force --out {run}."
+        "taken is unknown, and the run cannot be resumed. Start a new one, or replace it with "
+        f"--force --out {run}."
     )
     # A ledger that was put back from a backup does not know the later parts of its run.
     if spent is None or spent.begun < step or len(spent.earlier) < saved.record.parts:
         raise InputError(damaged)
-    _check_changes(run, by_setting(recorded), given, fork=fork)
+    _check_changes(run, by_setting(recorded), given, elsewhere=elsewhere)
     resolved = resolve(given, by_setting(recorded))
     plan, privacy = resolved.plan, resolved.plan.privacy
     if privacy.private != bool(spent.event.noise_multiplier):
         raise InputError(damaged)
     if privacy.canaries:
         raise InputError(
-            f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
-            "guarantee with one set of canaries. Start a new run."
+            f"{run} is an audit run, which cannot be resumed: an audit tests one guarantee with "
+            "one set of canaries. Start a new run."
         )
-    if fork:
-        _check_fork(run, plan, step)
+    if elsewhere:
+        _check_elsewhere(run, plan, step)
         return plan, Inherited(saved, replace(spent.continued(step), target=None), resolved.notes)
     if step >= spent.end and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {privacy.steps} steps. To train longer: "
-            f"{folder.fork_command(run, ['--epochs N'])} "
+            f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "
             f"(N above {step // privacy.steps_per_epoch})"
         )
     return plan.placed(run), Inherited(saved, spent.continued(step), resolved.notes, spent)
 
 
 def _check_changes(
-    run: Path, before: Mapping[str, Any], given: Mapping[str, Any], *, fork: bool
+    run: Path, before: Mapping[str, Any], given: Mapping[str, Any], *, elsewhere: bool
 ) -> None:
-    """Reject settings that a resume or a fork cannot change, and an edited config.yaml.
+    """Reject settings that this resume cannot change, and an edited config.yaml.
 
     ``before`` are the settings of the run. Your own data and model may be in other places.
     """
-    way = "fork" if fork else "resume"
     source, dataset, model = before["dataset"], given.get("dataset"), given.get("model")
     moved = set[str]()
     if source not in DATASETS:
@@ -290,22 +290,22 @@ def _check_changes(
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(
                 f"{run} trains your own model, {before['model']}. dpmac does not run code that "
-                f"a file refers to. If you trust it: {folder.command(f'train --{way}', run)}"
+                f"a file refers to. If you trust it: {folder.resume_command(run)}"
             )
         moved.add("model")
     others = [n for n in given if n not in moved and str(given[n]) != str(before.get(n))]
-    if refused := [n for n in others if (n in FIXED if fork else n not in FREE)]:
+    if refused := [n for n in others if (n in FIXED if elsewhere else n not in FREE)]:
         flags = [f"--{flag_name(name)}" for name in refused]
         remedy = "Start a new run to change it."
         if not {*refused} & {*FIXED}:
-            remedy = f"To train with other settings: {folder.fork_command(run, flags)}"
-        raise InputError(f"{' and '.join(flags)} cannot change in a {way}. {remedy}")
+            remedy = f"To train with other settings: {folder.resume_elsewhere_command(run, flags)}"
+        raise InputError(f"{' and '.join(flags)} cannot change in a resume. {remedy}")
     with suppress(OSError, UnicodeDecodeError):
         if (run / folder.CONFIG).read_text(encoding="utf-8") != to_yaml(before):
             raise InputError(
                 f"{run / folder.CONFIG} was edited or damaged. Delete it to restore it from the "
-                "checkpoint. To change a setting, fork the run with a flag: "
-                f"{folder.fork_command(run, ['--lr 0.01'])}"
+                "checkpoint. To change a setting, resume the run into another folder: "
+                f"{folder.resume_elsewhere_command(run, ['--lr 0.01'])}"
             )
 
 
@@ -318,14 +318,17 @@ def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fork(parent: Path, plan: TrainPlan, step: int) -> None:
-    """Reject a fork into the folder of its parent, or without further steps. Raises InputError."""
+def _check_elsewhere(run: Path, plan: TrainPlan, step: int) -> None:
+    """Reject the run's own folder as another one, and no further steps. Raises InputError."""
     out, privacy = plan.settings.out, plan.privacy
-    if out is not None and out.resolve() == parent.resolve():
-        raise InputError(f"--out {out} is the run to fork. Use a new folder.")
+    if out is not None and out.resolve() == run.resolve():
+        raise InputError(
+            f"--out {out} is the run to resume. Leave --out out to resume it there with its "
+            "settings, or use a new folder."
+        )
     folder.check_place(plan)
     if privacy.steps <= step:
         raise InputError(
-            f"{parent} has already taken {step} steps, but {privacy.steps} are requested. Set "
+            f"{run} has already taken {step} steps, but {privacy.steps} are requested. Set "
             f"--epochs (above {step // privacy.steps_per_epoch}) or --steps (above {step})."
         )

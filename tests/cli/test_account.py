@@ -113,19 +113,19 @@ def test_an_answer_that_is_copied_stays_within_the_target(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: finished, interrupted, forked twice, and one without privacy."""
+    """A folder of runs: finished, interrupted, twice resumed elsewhere, and one without privacy."""
     folder = tmp_path_factory.mktemp("runs")
     train_digits(out=str(folder / "finished"))
     train_events(digits_config(out=str(folder / "interrupted"), steps=9), after(5))
-    child, grandchild = str(folder / "fork"), str(folder / "forked")
-    finish(run.fork(folder / "finished", {"steps": "7", "sigma": "8", "out": child}))
-    finish(run.fork(child, {"steps": "12", "out": grandchild}))
+    child, grandchild = str(folder / "longer"), str(folder / "longest")
+    finish(run.resume(folder / "finished", {"steps": "7", "sigma": "8", "out": child}))
+    finish(run.resume(child, {"steps": "12", "out": grandchild}))
     train_digits(out=str(folder / "open"), no_dp=True)
     return folder
 
 
 @pytest.mark.promise("price")
-@pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "longest"])
 def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     privacy = report_of(runs / name)["privacy"]
     before = contents(runs)
@@ -137,7 +137,7 @@ def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
         assert row["noise_multiplier"] == privacy["noise_multiplier"]
         assert row["adjacency"] == privacy["adjacency"]
         assert row["statement"] == privacy["statement"]
-    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "forked": 3}[name]
+    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "longest": 3}[name]
     shown = format_epsilon(privacy["epsilon"])
     result = account(str(runs / name))
     assert result.exit_code == 0
@@ -181,7 +181,7 @@ def altered(folder: Path, change: Change) -> Path:
 
 @pytest.mark.promise("price")
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 2.0])
-@pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "longest"])
 def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
     name: str, factor: float, runs: Path
 ) -> None:

@@ -296,14 +296,14 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
         result = dpmac(*LONG, "--out", "run", "--checkpoint-every", every)
     step, kept = (6, 4) if every == "2" else (9, 0)
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
-    assert "last checkpoint: dpmac train --fork run --out NEW --lr LESS" in said
+    assert "last checkpoint: dpmac train --resume run --out NEW --lr LESS" in said
     assert not Path("run/report.json").exists()
     [line] = metrics_of("run")
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.read(Path("run")).tensors.values())
-    fork = ("train", "--fork", "run", "--lr", "0.001", "--out", "fork")
-    assert dpmac(*fork).exit_code == 0
-    events = report_of("fork")["privacy"]["events"]
+    command = ("train", "--resume", "run", "--lr", "0.001", "--out", "longer")
+    assert dpmac(*command).exit_code == 0
+    events = report_of("longer")["privacy"]["events"]
     assert [event["steps"] for event in events] == [step, 9 - kept]
 
 

@@ -76,7 +76,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
         assert "Traceback" not in err + out
     saved = checkpoint.read(Path("run")).step
     more = ("--out", "longer", "--steps", str(saved + 30))
-    with process("train", "--fork", "run", *more) as alone:
+    with process("train", "--resume", "run", *more) as alone:
         _, err = alone.communicate(timeout=300)
         assert alone.returncode == 0, err
     longer = report_of("longer")

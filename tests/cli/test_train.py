@@ -116,22 +116,24 @@ def test_a_bug_is_admitted_without_a_traceback(monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback" not in result.output
 
 
-# Forks
+# Resumed into another folder
 
 
-def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
+def test_a_run_resumed_into_another_folder_says_what_it_continues() -> None:
     parent = train_digits(out="parent", steps=3).folder
     before = contents(parent)
-    result = dpmac("train", "--fork", "parent", "--epochs", "1", "--lr", "0.01")
+    result = dpmac(
+        "train", "--resume", "parent", "--out", "longer", "--epochs", "1", "--lr", "0.01"
+    )
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0].startswith("dp-macadam on digits: 1,437 records")
     assert lines[1].startswith("sigma 6, expected batch 128, 12 steps (epochs: 1)")
     assert lines[2] == "unit of privacy: one image"
     assert lines[3] == "continuing after step 3, with new noise"
-    assert lines[-2].startswith("runs/digits-dp-macadam-1: model.safetensors")
+    assert lines[-2].startswith("longer: model.safetensors")
     assert contents(parent) == before
-    report = report_of("runs/digits-dp-macadam-1")
+    report = report_of("longer")
     assert [event["steps"] for event in report["privacy"]["events"]] == [3, 9]
     assert report["hyperparameters"]["lr"] == 0.01
     assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
