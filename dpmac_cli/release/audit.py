@@ -25,7 +25,8 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import Events, parse_file
+from dpmac_cli.release.report import parse_file
+from dpmac_cli.release.report_privacy import Events
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import AnyNumber, Count, Number, Part
 

@@ -23,7 +23,8 @@ from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
-from dpmac_cli.release.report import Facts, Privacy, parse_file
+from dpmac_cli.release.report import Facts, parse_file
+from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder
 from dpmac_cli.training.lineage import Training, attach
 

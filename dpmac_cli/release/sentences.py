@@ -20,7 +20,7 @@ from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.optim.optimizer import InBall
-from dpmac_cli.release.report import (
+from dpmac_cli.release.report_privacy import (
     Computed,
     CoveredScores,
     Privacy,
