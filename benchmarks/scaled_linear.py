@@ -16,6 +16,6 @@ class ScaledLinear(nn.Module):
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits for vectors of shape (records, size, 1, 1)."""
+        """Return logits for vectors of shape (records, size) or (records, size, 1, 1)."""
         logits: Tensor = self.layer(x.flatten(1) * self.scale)
         return logits

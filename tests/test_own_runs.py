@@ -32,6 +32,7 @@ SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu"
 
 #: A network as an outsider would write it.
 RECURRENT = """
+import math
 import torch
 from torch import nn
 
@@ -46,7 +47,7 @@ class Gate(nn.Module):
         return self.scale * value * gate.sigmoid()
 
 def make(shape, classes):
-    pixels = shape[0] * shape[1] * shape[2]
+    pixels = math.prod(shape)
     return nn.Sequential(nn.Flatten(), Gate(pixels, 24), nn.Dropout(0.1), Gate(24, 24),
                          nn.Linear(24, classes))
 """

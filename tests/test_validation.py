@@ -1,6 +1,7 @@
 """Networks: what mixes or stores samples is refused or isolated, what does not is trained."""
 
 import random
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
-from dpmac_cli import ArrayData, make_private
+from dpmac_cli import ArrayData, load_model, make_private, predict
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.batches import Structure
@@ -29,7 +30,9 @@ from dpmac_cli.models.build import build_model, without_batch_norm
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.registry import BuiltIn, parse_model
 from dpmac_cli.models.validation import check_model
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.release.run import train
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.step import clipped_grad
 from tests.digits_runs import run_trainer
 from tests.dp.reference import Subject, clip, region_clipping_half
@@ -513,34 +516,61 @@ def test_the_draws_of_a_network_differ_from_step_to_step_and_run_to_run() -> Non
     assert len({tuple(each.tolist()) for each in sums}) == 3
 
 
-#: Shapes of records in an array, a network, and the shape that it takes.
-SHAPES: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module], tuple[int, ...]]] = {
-    # Networks of earlier versions, which had to take channels, height and width.
-    "grey images": (
-        (8, 8),
-        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 2)),
-        (1, 8, 8),
-    ),
-    "columns as channels": (
-        (20,),
-        lambda: nn.Sequential(nn.Conv2d(20, 2, 1), nn.Flatten()),
-        (20, 1, 1),
-    ),
+#: Shapes of records in an array, and a network that takes them as they are.
+SHAPES: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "columns": ((20,), lambda: nn.Linear(20, 2)),
+    "grey images": ((8, 8), lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 2))),
+    "signals": ((3, 7), lambda: nn.Sequential(nn.Conv1d(3, 2, 7), nn.Flatten())),
+    "images": ((4, 8, 8), lambda: nn.Sequential(nn.Conv2d(4, 2, 8), nn.Flatten())),
 }
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_a_network_gets_records_in_the_shape_of_the_array(kind: str) -> None:
-    shape, build, taken = SHAPES[kind]
-    net, seen = build(), set()
+def numbers_of(shape: tuple[int, ...]) -> ArrayData:
+    """Return records of a shape in [0, 1], of two classes."""
     x = np.random.default_rng(0).random((120, *shape))
-    data = ArrayData(x, np.arange(120) % 2, low=0, high=1, classes=["no", "yes"])
+    return ArrayData(x, np.arange(120) % 2, low=0, high=1, classes=["no", "yes"])
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_network_gets_records_in_the_shape_of_the_array(kind: str, tmp_path: Path) -> None:
+    shape, build = SHAPES[kind]
+    net, seen = build(), set()
+    data, x = numbers_of(shape), torch.rand(7, *shape)
     private = make_private(net, data, sigma=4, steps=2, batch_size=16)
     private.step()
-    net.register_forward_hook(lambda _, inputs, __: seen.add(tuple(inputs[0].shape[1:])))
+    watched = net.register_forward_hook(lambda _, given, __: seen.add(tuple(given[0].shape[1:])))
+    private.evaluate()
     with torch.no_grad():
-        net(private.standardise(torch.as_tensor(x[:7], dtype=torch.float32)))
-    assert seen == {taken}
+        net(private.standardise(x))
+    watched.remove()
+    private.publish(tmp_path / "run")
+    assert len(predict(tmp_path / "run", x.double().numpy(), network=build).probabilities) == 7
+    assert load_model(tmp_path / "run", network=build).header.input.record == shape
+    assert seen == {shape}
+
+
+@pytest.mark.parametrize(
+    ("shape", "build"),
+    [
+        ((20,), lambda: nn.Conv2d(20, 2, 1)),
+        ((8, 8), lambda: nn.Sequential(nn.Conv2d(1, 2, 8), nn.Flatten())),
+        ((8, 8), lambda: nn.Linear(64, 2)),
+        ((8, 8), lambda: nn.Linear(8, 2)),
+    ],
+)
+def test_a_network_that_takes_another_shape_is_told_what_to_write(
+    shape: tuple[int, ...], build: Callable[[], nn.Module]
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"samples of shape {shape}")) as told:
+        make_private(build(), numbers_of(shape), sigma=4, steps=2, batch_size=16)
+    assert "x.flatten(1)" in str(told.value)
+
+
+def test_a_network_of_images_without_channels_gets_no_augmented_ones() -> None:
+    plan = resolve(dataset=numbers_of((8, 8)), augmentations=2, sigma=4, steps=2).plan
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    with pytest.raises(InputError, match=re.escape("x[:, None]")):
+        prepare(plan, torch.device("cpu"), Keys(), model=net)
 
 
 DIGITS = DATASETS["digits"]

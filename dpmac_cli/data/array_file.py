@@ -48,9 +48,8 @@ FARTHEST, NARROWEST = 1e30, 1e-30
 MOST_COMPRESSION, MOST_EMPTY = 1032, 1 << 20
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
-#: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
-#: With four they are images, with channels first.
-MOST_OWN = 3
+#: Dimensions of an array of images, which a network gets with channels first.
+OF_IMAGES = 4
 #: Records and what is declared of them, by name; decoded images are Rows of a file.
 ArrayDict = dict[str, Any]
 ARRAYS = (
@@ -98,9 +97,9 @@ def read_dataset(
     remarks = remarks_on_ranges(channels_first(x), arrays, source, number) if is_numbers else ()
     ends = _ends(arrays) if is_numbers else None
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
-    own = x.shape[1:] if is_numbers and x.ndim <= MOST_OWN else ()
+    array = x.shape[1:] if is_numbers and x.ndim < OF_IMAGES else ()
     return DataFacts(
-        dataset_of(source, (train, test), _shape_of(x, source), task, ends, own),
+        dataset_of(source, (train, test), _shape_of(x, source), task, ends, array),
         source.path.resolve().stem.strip("<>"),
         held_out="x_test" not in arrays,
         unit="" if units is None else source.unit or "unit",

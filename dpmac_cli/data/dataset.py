@@ -24,8 +24,8 @@ class Split:
 
     Attributes:
         images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
-            (records, columns, 1, 1), or have the shape that a network of yours takes. On the
-            device "meta" if they are read from a file.
+            (records, columns, 1, 1), or have the shape of their array. On the device "meta" if
+            they are read from a file.
         labels: targets of the task: int64, shape (records,); or for numbers to predict
             float32, (records, 1).
         sha256: checksum of the images, if the file that they come from has one.
@@ -79,7 +79,7 @@ class Data:
 
     train: Split  # the private records
     test: Split  # records the guarantee does not cover
-    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1); see in_form
+    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1); see shaped
     offset: Tensor
     task: Task  # what the targets are
 
@@ -96,13 +96,13 @@ class Data:
         """Return (images / levels - mean) / std in the network's dtype and the images' shape."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
-    def in_form(self, form: tuple[int, ...]) -> "Data":
+    def shaped(self, record: tuple[int, ...]) -> "Data":
         """Return the same numbers with records of another shape, such as (columns,)."""
-        if self.train.images.shape[1:] == form:
+        if self.train.images.shape[1:] == record:
             return self
-        ones = [1] * (len(form) - 1)  # of gain and offset, which have one number per channel
+        ones = [1] * (len(record) - 1)  # of gain and offset, which have one number per channel
         train, test = (
-            replace(part, images=part.images.reshape(len(part), *form))
+            replace(part, images=part.images.reshape(len(part), *record))
             for part in (self.train, self.test)
         )
         gain, offset = self.gain.reshape(-1, *ones), self.offset.reshape(-1, *ones)

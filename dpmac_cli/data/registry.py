@@ -46,16 +46,11 @@ class Signature:
     """Inputs and outputs of a network: their shape, standardisation and number."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of an input
+    record: tuple[int, ...]  # shape of an input as a network gets it, such as (columns,)
     outputs: int  # logits per input
     mean: tuple[float, ...]  # per channel, as in :class:`Dataset`
     std: tuple[float, ...]
-    own: tuple[int, ...] = ()  # as in :class:`Dataset`
     start: float | None = None  # as in :class:`~dpmac_cli.tasks.task.Task`
-
-    @property
-    def forms(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of an input that a user-supplied network may take, in order of preference."""
-        return (self.own, self.shape) if self.own else (self.shape,)
 
 
 #: Levels, and means and standard deviations by channel.
@@ -89,7 +84,7 @@ class Dataset:
     texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
-    own: tuple[int, ...] = ()  # shape of numbers in the array that they come from; () for images
+    array: tuple[int, ...] = ()  # shape of a record of numbers in its array; () for images
     standardised: bool = True  # whether the network takes standardised records, or those given
 
     @property
@@ -99,9 +94,14 @@ class Dataset:
 
     @property
     def signature(self) -> Signature:
-        """Signature of a network on these records."""
+        """Signature of a built-in network on these records, which gets them as images."""
         task = self.task
-        return Signature(self.shape, task.outputs, self.mean, self.std, self.own, task.start)
+        return Signature(self.shape, self.shape, task.outputs, self.mean, self.std, task.start)
+
+    @property
+    def record(self) -> tuple[int, ...]:
+        """Shape in which a user-supplied network gets a record: that of the array."""
+        return self.array or self.shape
 
     @property
     def holds(self) -> Literal["images", "texts", "numbers"]:

@@ -192,14 +192,14 @@ def dataset_of(
     shape: tuple[int, int, int],
     task: Task,
     ends: "NDArray[Any] | None" = None,
-    own: tuple[int, ...] = (),
+    array: tuple[int, ...] = (),
 ) -> Dataset:
     """Return facts like those of the registry, with conservative defaults. Raises InputError.
 
     Args:
         sizes: numbers of units to train on and to test on.
         ends: limits of the range of numbers, shape (2, columns); None for images.
-        own: shape of numbers in their array; () for images.
+        array: shape of a record of numbers in its array; () for images.
     """
     if ends is None:
         constants = _constants(source, shape[0])
@@ -210,7 +210,7 @@ def dataset_of(
         *(*sizes, shape, task, *constants, _defaults(sizes[0], shape), "your own"),
         levels=255 if ends is None else 1,
         texts=source.layout,
-        own=own,
+        array=array,
     )
 
 

@@ -23,7 +23,7 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.text_encoder import CausalModel, TextFeatures, on_texts
-from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
+from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import what_failed
 
@@ -46,7 +46,7 @@ def build_model(
     Args:
         model: result of :func:`~dpmac_cli.models.registry.parse_model`, or a network of the
             program; an instance is copied.
-        signature: shape of an image, its standardisation, and the number of outputs.
+        signature: shape of a record, its standardisation, and the number of outputs.
         seed: seed of the initial weights; global generators are not changed.
         fix_norm: replace batch norm with group norm.
         features: fixed features that are the network's inputs.
@@ -73,17 +73,14 @@ def build_model(
         check = partial(check_model, classes=signature.outputs, isolated=isolated)
         own = isinstance(model, BuiltIn)
         if features is not None:
-            check(network, seen.shape, built_in=own)
+            check(network, seen.record, built_in=own)
             network = _behind(network, features, signature, trained)
         if trained is not None and trained.part != "head":
-            freeze(network, trained, signature.shape)
+            freeze(network, trained, signature.record)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
             built_in = own or features is not None
-            may_vary = not built_in and trained is None
-            forms = signature.forms if may_vary else (signature.shape,)
-            form = form_of(network, forms, signature.outputs)
-            check(network, form, frozen=head_only, built_in=built_in)
+            check(network, signature.record, frozen=head_only, built_in=built_in)
     return network
 
 
@@ -126,7 +123,8 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
     if features is None:
         return signature
     start = features.start if signature.start is None else signature.start
-    return replace(signature, shape=features.shape_of(signature.shape), start=start)
+    shape = features.shape_of(signature.shape)
+    return replace(signature, shape=shape, record=shape, start=start)
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:
@@ -164,7 +162,7 @@ def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, 
         inspect.signature(factory).bind(None, None)
     except (TypeError, ValueError):
         return ()
-    return signature.shape, signature.outputs
+    return signature.record, signature.outputs
 
 
 def _find(model: UserModel) -> Callable[..., Any]:

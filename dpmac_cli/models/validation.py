@@ -9,7 +9,7 @@ records.
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -56,8 +56,14 @@ ROUNDING = (
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 #: Number of samples in a trial.
 FEW = 5
+#: Words of torch's and Python's messages on shapes.
+OF_SHAPES = ("size", "shape", "imension", "channels", "to unpack")
 #: Remedies for failures on made-up samples.
 OWN_TENSORS = "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
+WRITE_SHAPE = (
+    "A network gets records in the shape of their array, images with channels first: in its "
+    "forward, write x.flatten(1) for rows of numbers, or x[:, None] to add a dimension of channels."
+)
 TARGETS = (
     "For one output per record, outputs have shape (records, 1) and targets (records,): write "
     "model(x).squeeze(1). "
@@ -92,21 +98,6 @@ def check_model(
     check_trial(
         model, Trial.of(model, shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
     )
-
-
-def form_of(model: nn.Module, forms: Sequence[tuple[int, ...]], classes: int) -> tuple[int, ...]:
-    """Return the first of several shapes of a sample that a network accepts.
-
-    If it accepts none of them, return the first, with which :func:`check_model` will fail. The
-    network is not changed.
-    """
-    for form in forms if len(forms) > 1 else ():
-        with contextlib.suppress(Exception, SystemExit), torch.no_grad():
-            probe = copy.deepcopy(model).double().eval()
-            for count in (FEW, 1):
-                _check_output(probe, Trial.of(model, form, classes), count)
-            return form
-    return forms[0]
 
 
 def check_trial(
@@ -207,12 +198,12 @@ def _remedy(reason: BaseException, trial: Trial, model: nn.Module) -> str:
         return DIFFERENTIATED
     if mixes_dtypes(reason):
         return _other_dtypes(trial, model)
-    said_shapes = "size" in said or "shape" in said
-    more = TARGETS if said_shapes and trial.classes is None else ""
-    numbers = RANGES if trial.classes is None and not said_shapes else ""
-    return (
-        f"It must accept any number of such samples, including one. {more or numbers}{OWN_TENSORS}"
-    )
+    said_shapes = any(word in said for word in OF_SHAPES)
+    if trial.classes is not None:
+        more = WRITE_SHAPE if said_shapes else OWN_TENSORS
+    else:
+        more = (TARGETS if said_shapes else RANGES) + OWN_TENSORS
+    return f"It must accept any number of such samples, including one. {more}"
 
 
 def _other_dtypes(trial: Trial, model: nn.Module) -> str:
@@ -340,9 +331,13 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
             "sample, a tensor of shape (samples,): cross_entropy(output, target, reduction='none'),"
             f" or for tokens, (losses * mask).sum(1).{_on_shape(shape, count)}"
         )
+    several = isinstance(logits, Tensor) and logits.ndim > 2
+    flat = (
+        " For one row of numbers per sample, write x.flatten(1) in its forward." if several else ""
+    )
     raise ModelError(
         f"The model returns {found} for {count} samples of shape {trial.inputs}. Return one tensor "
-        f"of real logits of shape (samples, {trial.classes}), with one column per class."
+        f"of real logits of shape (samples, {trial.classes}), with one column per class.{flat}"
     )
 
 

@@ -6,7 +6,7 @@ and facts.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,15 +95,13 @@ def load_model(
         ModelError: the network cannot be built, or does not fit the file.
     """
     file, tensors, kept, facts = _read(Path(path))
-    record = facts.input.record
-    signature = replace(facts.signature, own=() if record == facts.input.shape else record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
-    _check_size(file, tensors, reference, seen_by_network(signature, features))
+    _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
     trained = getattr(facts.model.public_part, "train", None)
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
-        signature,
+        facts.signature,
         seed=0,
         fix_norm=facts.model.fix_norm,
         features=features,

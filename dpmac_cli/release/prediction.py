@@ -21,7 +21,6 @@ from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import (
     NONE_LEFT_OUT,
     TABLES,
@@ -94,10 +93,10 @@ def score(
     file, facts = released.path, released.header
     plan = _chosen(released, {"dataset": dataset, "data_dir": data_dir})
     known = plan.facts
-    if known.signature.shape != facts.input.shape:
+    if known.shape != facts.input.shape:
         raise ModelError(
             f"{file} does not fit {plan.found.name}: it takes records of shape "
-            f"{facts.input.shape}, but those of the dataset have {known.signature.shape}."
+            f"{facts.input.shape}, but those of the dataset have {known.shape}."
         )
     if known.task != facts.task and (plan.own or known.task.outputs != facts.task.outputs):
         raise ModelError(
@@ -106,7 +105,7 @@ def score(
         )
     data = load_data(plan.source, plan.folder, where, found=plan.found)
     return Scored(
-        result=_evaluated(released.model, facts, data, known),
+        result=_evaluated(released.model, facts, data),
         dataset=plan.found.name,
         path=file,
         covered=facts.privacy.covered_scores is not None,
@@ -114,13 +113,11 @@ def score(
     )
 
 
-def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Evaluation:
+def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     """Evaluate a model on test records, read as those that it was trained on."""
     device = data.gain.device
     gain, offset = standardisation(*facts.input.constants, device)
-    data = replace(data, gain=gain, offset=offset)
-    if known.own:
-        data = data.in_form(facts.input.record)
+    data = replace(data, gain=gain, offset=offset).shaped(facts.input.record)
     return evaluate(model, data, data.test)
 
 

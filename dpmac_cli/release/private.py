@@ -181,7 +181,7 @@ class PrivateTraining(PrivateProgram):
 
     def standardise(self, x: Tensor) -> Tensor:
         """Return records of the dataset as the network takes them, on its device."""
-        x = x.reshape(len(x), *self._task.form)
+        x = x.reshape(len(x), *self._task.record)
         return self._task.data.standardised(x.to(self._step.state.theta.device))
 
     def evaluate(self) -> Evaluation:

@@ -92,7 +92,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         model=_model(case, task, trained),
         input=report.Input(
             levels=data.levels,
-            record=task.form or data.shape,
+            record=task.record,
             texts=data.texts,
             shape=data.shape,
             mean=data.mean,

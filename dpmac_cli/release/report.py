@@ -245,7 +245,7 @@ class Facts(Part):
     def signature(self) -> Signature:
         """Signature of the network."""
         found = self.input
-        return Signature(found.shape, self.task.outputs, found.mean, found.std)
+        return Signature(found.shape, found.record, self.task.outputs, found.mean, found.std)
 
     def values(self) -> dict[str, Any]:
         """Return the JSON values by key. Keys that were not set do not apply."""

@@ -21,7 +21,7 @@ from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.trial_samples import Trial, dtype_of
-from dpmac_cli.models.validation import check_model, check_precision, form_of
+from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.tasks.classification import Classification
@@ -35,6 +35,7 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
+        record: shape of a record as the whole network gets it.
         own: whether the network is not built in, so that it may draw random numbers.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user.
@@ -45,16 +46,12 @@ class PreparedRun:
     model: nn.Module
     trained: nn.Module
     data: Data
+    record: tuple[int, ...]
     own: bool = True
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()
     built_by: str = ""
-
-    @property
-    def form(self) -> tuple[int, ...]:
-        """Shape of a record as the network takes it; () if it is trained on its features."""
-        return tuple(self.data.train.images.shape[1:]) if self.trained is self.model else ()
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -98,16 +95,14 @@ def prepare(
     network, facts, passed_in = plan.network, plan.data.facts, model is not None
     model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})
     own = passed_in or isinstance(network.model, UserModel)
-    form = form_of(model, forms_of(plan, own=own), facts.task.outputs)
+    record = record_shape(plan, own=own)
     model = model.to(device)
-    parts = None if passed_in else cut_network(network, facts, model)
+    parts = None if passed_in else cut_network(network, record, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
-        _check_precision(network, facts, model, form)
+        _check_precision(network, facts, model, record)
     if data is None:
         data = load_data(plan.data.source, plan.data.folder, device, found=plan.data.found)
-    if facts.own:
-        data = data.in_form(form)
-    data = data.computed_in(dtype_of(model))
+    data = data.shaped(record).computed_in(dtype_of(model))
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
@@ -116,19 +111,27 @@ def prepare(
         data, _ = featured(parts, data, _of_features(network), cache_folder())
         trained = parts.head
     return PreparedRun(
-        model=model, trained=trained, data=data, own=own, start=_start_of(keys), **said
+        model=model,
+        trained=trained,
+        data=data,
+        record=record,
+        own=own,
+        start=_start_of(keys),
+        **said,
     )
 
 
-def cut_network(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
+def cut_network(
+    network: NetworkPlan, record: tuple[int, ...], model: nn.Module
+) -> FrozenFeatures | None:
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model
-    return cut_before_head(model, facts.shape) if network.head_only else None
+    return cut_before_head(model, record) if network.head_only else None
 
 
 def _check_precision(
-    network: NetworkPlan, facts: Dataset, model: nn.Module, form: tuple[int, ...]
+    network: NetworkPlan, facts: Dataset, model: nn.Module, record: tuple[int, ...]
 ) -> None:
     """Reject autocast in the trained part of a network."""
     classes = facts.task.outputs
@@ -136,7 +139,7 @@ def _check_precision(
         shape = network.features.shape_of(facts.shape)
         check_precision(model.head, Trial.of(model.head, shape, classes))
     elif not network.head_only:
-        check_precision(model, Trial.of(model, form, classes))
+        check_precision(model, Trial.of(model, record, classes))
 
 
 def _of_features(network: NetworkPlan) -> dict[str, object]:
@@ -145,8 +148,10 @@ def _of_features(network: NetworkPlan) -> dict[str, object]:
     return settings if network.features is None else settings | network.features.values
 
 
-def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
-    """Load the public weights into a network; return them with notes."""
+def _start(
+    plan: TrainPlan, model: nn.Module, record: tuple[int, ...]
+) -> tuple[PublicWeights, tuple[str, ...]]:
+    """Load the public weights into a network of records of a shape; return them with notes."""
     network, facts = plan.network, plan.data.facts
     weights = None if network.pretrained is None else read_weights(network.pretrained)
     if isinstance(network.features, TextEncoder):
@@ -163,7 +168,7 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
         model, head = model.get_submodule("frozen.network"), BACKBONES[network.features.kind].head
         return weights, tuple(weights.adopted_by(model, head))
     assert weights is not None  # noqa: S101  (it starts from public weights)
-    return weights, tuple(weights.adopted_by(model, head_of(model, facts.shape)))
+    return weights, tuple(weights.adopted_by(model, head_of(model, record)))
 
 
 def _texts_of(model: nn.Module) -> text_encoder.TextFeatures:
@@ -195,8 +200,8 @@ def _build(plan: TrainPlan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     Also returns what :class:`PreparedRun` says of how it was built.
     """
     network, facts = plan.network, plan.data.facts
-    several = len(forms_of(plan, own=isinstance(network.model, UserModel))) > 1
-    signature = replace(facts.signature, own=facts.own if several else ())
+    record = record_shape(plan, own=isinstance(network.model, UserModel))
+    signature = replace(facts.signature, record=record)
     model = build.build_model(
         network.model,
         signature,
@@ -209,10 +214,10 @@ def _build(plan: TrainPlan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     check_publishable(model)
     said = dict[str, Any]()
     if isinstance(network.model, UserModel):
-        seen = build.seen_by_network(facts.signature, network.features)
+        seen = build.seen_by_network(signature, network.features)
         said["built_by"] = build.built_by(network.model, seen)
     if network.starts_public:
-        weights, said["notes"] = _start(plan, model)
+        weights, said["notes"] = _start(plan, model, record)
         said["pretrained"] = weights.sha256
         if plan.privacy.private:
             _check_public(weights, plan.data)
@@ -230,14 +235,21 @@ def _start_of(keys: Keys) -> int:
     return int.from_bytes(keys.init[:4], "little")
 
 
-def forms_of(plan: TrainPlan, *, own: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a record that a network may take; ``own`` if it is not built in.
+def record_shape(plan: TrainPlan, *, own: bool) -> tuple[int, ...]:
+    """Return the shape in which a network gets a record; ``own`` if it is not built in.
 
-    Features, public weights and augmentation are of images, with channels first.
+    Built-in networks and features get images, with channels first. Raises InputError for a network
+    that gets no images if images are augmented.
     """
-    network, signature = plan.network, plan.data.facts.signature
-    images = network.features is not None or network.starts_public or plan.recipe.augmented
-    return signature.forms if own and not images else (signature.shape,)
+    facts = plan.data.facts
+    if not own or plan.network.features is not None:
+        return facts.shape
+    if plan.recipe.augmented and facts.record != facts.shape:
+        raise InputError(
+            f"--augmentations is for images with channels, but records of {plan.data.dataset} have "
+            f"the shape {facts.record}. Add a dimension of channels to the array: x[:, None]."
+        )
+    return facts.record
 
 
 def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
@@ -257,8 +269,7 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     if network.fix_norm:
         build.without_batch_norm(model)
     build.take_logits(model)
-    form = form_of(model, forms_of(plan, own=True), outputs)
-    check_model(model, form, outputs, isolated=network.isolate)
+    check_model(model, record_shape(plan, own=True), outputs, isolated=network.isolate)
     return model
 
 
