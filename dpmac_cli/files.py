@@ -10,7 +10,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from platformdirs import user_cache_path
 from pydantic import TypeAdapter
@@ -38,16 +38,23 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Write a complete file, or leave the old one unchanged. Raises OSError with the file's name.
+    """Write a complete file, or leave the old one unchanged. See :func:`replacing`."""
+    with replacing(path, mode) as file:
+        file.write(content)
 
-    Until it is complete, only its owner can read it.
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
+    """Open a file that gets its name when it is complete; an error leaves the old one unchanged.
+
+    Until then, only its owner can read it. Raises OSError with the file's name.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         partial = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                yield file
                 file.flush()
                 os.fsync(handle)
             os.chmod(partial, mode)

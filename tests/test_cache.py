@@ -1,13 +1,15 @@
-"""The cache of features: what a killed process leaves, what is removed, and its command."""
+"""The cache of features: what an interrupted run leaves, what is removed, and its command."""
 
 import os
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from dpmac_cli.data.cache import (
     RowFile,
     Rows,
     complete,
+    kept_file,
     kept_files,
     make_room,
 )
@@ -27,6 +30,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
+from dpmac_cli.files import PART
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.progress import LISTENER, Computing
@@ -53,11 +57,22 @@ def work() -> tuple[FrozenFeatures, Data]:
     return parts, load_data("digits", Path(), torch.device("cpu"))
 
 
+DAMAGES: Mapping[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[:-1],
+    "longer": lambda content: content + b"1",
+    "without its faults": lambda content: content[:-2],
+    "half": lambda content: content[: len(content) // 2],
+    "empty": lambda _: b"",
+    "of something else": lambda _: b"{}",
+}
+
+
 @pytest.mark.promise("facts")
-def test_a_truncated_file_is_computed_again(cache: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_computed_again(damage: str, cache: Path) -> None:
     expected = features_of(cache)[1]
     [whole] = kept_files(cache)
-    whole.write_bytes(whole.read_bytes()[:-1])
+    whole.write_bytes(DAMAGES[damage](whole.read_bytes()))
     seen, found = features_of(cache)
     assert seen >= 1797
     assert torch.equal(found, expected)
@@ -107,16 +122,16 @@ def photos(root: Path, count: int = 40) -> Path:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows that this process decodes."""
-    seen: list[int] = []
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that this process decodes."""
+    seen: list[str] = []
 
-    def watched(file: RowFile, row: int, path: str, levels: int | None) -> str | None:
-        seen.append(row)
-        return plain(file, row, path, levels)
+    def watched(path: str, shape: tuple[int, ...], levels: int | None) -> NDArray[Any] | str:
+        seen.append(path)
+        return plain(path, shape, levels)
 
-    plain = image_folder.decode_into
-    monkeypatch.setattr(image_folder, "decode_into", watched)
+    plain = image_folder.decoded_image
+    monkeypatch.setattr(image_folder, "decoded_image", watched)
     monkeypatch.setattr(image_folder, "FEW", 1000)
     return seen
 
@@ -142,11 +157,11 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
 
 
 def test_images_are_decoded_once_and_kept_for_their_owner_alone(
-    cache: Path, decoded: list[int]
+    cache: Path, decoded: list[str]
 ) -> None:
     photos(Path("photos"))
     first = load(Source(Path("photos")))
-    assert sorted(decoded) == list(range(40))
+    assert len({*decoded}) == len(decoded) == 40
     second = load(Source(Path("photos")))
     assert len(decoded) == 40
     np.testing.assert_array_equal(first[0][0], second[0][0])
@@ -157,7 +172,7 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
 
 @pytest.mark.promise("facts")
 @pytest.mark.parametrize("what", ["contents", "name", "size", "more"])
-def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]) -> None:
+def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[str]) -> None:
     """Also a file of the same name, size and time of writing as before."""
     root = photos(Path("photos"))
     load(Source(root))
@@ -176,6 +191,22 @@ def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]
     assert len(decoded) == 80 + 2 * (what == "more")
     if what == "contents":
         assert 99 in found[0][0] or 99 in found[1][0]
+
+
+def test_rows_that_are_not_complete_have_no_name(cache: Path) -> None:
+    """Nor do they stay, unless the process was killed; then they are removed like other files."""
+
+    def interrupted() -> Iterator[tuple[NDArray[Any], dict[int, str]]]:
+        yield np.ones((2, 3), np.uint8), {}
+        assert [file.suffix for file in kept_files(cache)] == [PART]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept_file(cache / f"a{WHOLE}", 4, (3,), np.dtype(np.uint8), interrupted)
+    assert kept_files(cache) == []
+    left = cache / f".a.b{PART}"
+    left.write_bytes(b"1")
+    assert make_room(cache, 0) == [left]
 
 
 def test_processes_share_the_work_and_two_runs_share_one_file(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dpmac_cli.data.cache import WHOLE, RowFile, Rows, complete, kept_file
+from dpmac_cli.data.cache import WHOLE, Computed, Rows, complete, kept_file
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
 from dpmac_cli.data.schema import Source, complaints
 from dpmac_cli.errors import RunError, raise_errors
@@ -38,7 +38,7 @@ FEW = 128
 #: Number of images that a process decodes between reports of progress.
 AT_A_TIME = 16
 #: Version of the decoding, which is part of the cached file's name.
-VERSION = 3
+VERSION = 4
 
 
 def read_images(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
@@ -58,7 +58,7 @@ def read_images(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
             len(paths),
             shape,
             np.dtype(np.uint8),
-            lambda rows: decoded(rows, paths, source.levels),
+            lambda: decoded(paths, shape, source.levels),
             what="images",
         )
     found = folders.arrays(lambda rows: Rows(file, rows), file.faults)
@@ -110,40 +110,45 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
     return channels, height, width
 
 
-def decoded(rows: RowFile, paths: Sequence[str], levels: int | None = None) -> dict[int, str]:
-    """Decode images into a file with one row per image.
+def decoded(paths: Sequence[str], shape: tuple[int, ...], levels: int | None = None) -> Computed:
+    """Yield decoded images in order, with why some could not be decoded, by their rows.
+
+    Those are zeros. Reports progress.
 
     Args:
+        shape: (channels, height, width) of all of them.
         levels: see :func:`decode`.
-
-    Returns:
-        Why images could not be decoded, by their rows.
     """
 
-    def decode_some(some: Sequence[int]) -> dict[int, str]:
-        found = {row: decode_into(rows, row, paths[row], levels) for row in some}
-        return {row: f"{paths[row]} {fault}" for row, fault in found.items() if fault}
+    def decode_some(some: Sequence[int]) -> tuple[NDArray[np.uint8], dict[int, str]]:
+        images, faults = np.zeros((len(some), *shape), np.uint8), dict[int, str]()
+        for place, row in enumerate(some):
+            image = decoded_image(paths[row], shape, levels)
+            if isinstance(image, str):
+                faults[row] = f"{paths[row]} {image}"
+            else:
+                images[place] = image
+        return images, faults
 
-    several, faults, done = len(rows) > FEW, dict[int, str](), 0
-    loader: Iterable[dict[int, str]] = torch_data.DataLoader(
-        range(len(rows)),  # type: ignore[arg-type]
+    several, done = len(paths) > FEW, 0
+    loader: Iterable[tuple[NDArray[np.uint8], dict[int, str]]] = torch_data.DataLoader(
+        range(len(paths)),  # type: ignore[arg-type]
         AT_A_TIME,
         collate_fn=decode_some,
         num_workers=usable_cores() if several else 0,
-        multiprocessing_context="fork" if several else None,  # they share the mapped file
+        multiprocessing_context="fork" if several else None,  # the function cannot be pickled
         generator=torch.Generator(),  # not the global one, from which seeds would be drawn
     )
     try:
-        for found in loader:
-            faults |= found
-            done = min(done + AT_A_TIME, len(rows))
-            report(done, len(rows), rows.path.parent, "images")
+        for images, faults in loader:
+            yield images, faults
+            done += len(images)
+            report(done, len(paths), cache_folder(), "images")
     except RuntimeError as failure:
         raise RunError(
             f"A process that decodes images has ended ({failure}). If memory ran out, free some, "
             "and run the command again."
         ) from failure
-    return faults
 
 
 def usable_cores() -> int:
@@ -151,13 +156,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def decode_into(rows: RowFile, row: int, path: str, levels: int | None = None) -> str | None:
-    """Decode an image into its row, or return why it cannot be decoded. Raises OSError."""
-    found = looked_at(path, lambda opened: decode(opened, rows.shape, levels))
-    if isinstance(found, str):
-        return found
-    rows.write(row, found)
-    return None
+def decoded_image(
+    path: str, shape: tuple[int, ...], levels: int | None = None
+) -> NDArray[np.uint8] | str:
+    """Return a decoded image, or why it cannot be decoded."""
+    return looked_at(path, lambda opened: decode(opened, shape, levels))
 
 
 def decode(

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.data.cache import WHOLE, RowFile, Rows, kept_file
+from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, kept_file
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.progress import report
 
-VERSION = 6
+VERSION = 7
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
 #: Records between reports of progress if the frozen part processes each one separately.
@@ -46,7 +46,7 @@ def featured(
         len(data.train) + len(data.test),
         like.shape[1:],
         like.dtype,
-        lambda file: _computed(parts, data, file),
+        lambda: _computed(parts, data, folder),
     )
     return _featured(file, data)
 
@@ -71,25 +71,23 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Mapping[int, str]:
-    """Compute the features of a file, for one split after the other; none has a fault."""
-    first, spread = 0, not (parts.separate or data.gain.is_cuda)
+def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
+    """Yield the features of one split after the other, and report progress; none has a fault."""
+    done, total = 0, len(data.train) + len(data.test)
+    spread = not (parts.separate or data.gain.is_cuda)
     at_once = SEPARATELY if parts.separate else AT_A_TIME
     count = at_once * torch.get_num_threads() if spread else at_once
     each = by_threads if spread else map
     # Tried as it is run: on one thread.
     [run] = each(lambda data: _run_of(parts, data), [data])
-    report(0, len(file), file.path.parent)
+    report(done, total, folder)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
-            rows = range(first + begin, first + min(begin + count, len(split)))
             images = data.standardised(split.at(slice(begin, begin + count))[0])
-            found = torch.cat([*each(run, torch.split(images, at_once))]).cpu().numpy()
-            for row, values in zip(rows, found, strict=True):
-                file.write(row, values)
-            report(rows.stop, len(file), file.path.parent)
-        first += len(split)
-    return {}
+            found = torch.cat([*each(run, torch.split(images, at_once))])
+            yield found.view(len(images), *found.shape[1:]).cpu().numpy(), {}  # one row per record
+            done += len(images)
+            report(done, total, folder)
 
 
 def _run_of(parts: FrozenFeatures, data: Data) -> Callable[[Tensor], Tensor]:
