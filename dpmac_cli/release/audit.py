@@ -25,7 +25,7 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import parse_file
+from dpmac_cli.release.report import SCHEMA_VERSION, parse_file
 from dpmac_cli.release.report_privacy import Events
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import AnyNumber, Count, Number, Part
@@ -135,7 +135,7 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        return {"schema_version": 1, "canaries": len(self.coins), **asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **asdict(self)}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
