@@ -49,7 +49,7 @@ from contenders import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.data.dataset import Data
+from dpmac_cli.models.dataset import Data
 
 HEADLINE = (Size("mlp", 256), Size("cnn", 512))
 SWEEP = (

@@ -19,8 +19,8 @@ from common import append_line, parser_of, read_lines
 from matplotlib import pyplot as plt
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.files import data_folder
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.run import finish, train
 
 EPSILONS = (1.0, 3.0, 8.0)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from dpmac_cli.config import resolve as resolving
-from dpmac_cli.data import loaders
-from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import named_as_flags
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.publish import Finished
@@ -147,10 +147,10 @@ def _no_waiting() -> Iterator[None]:
 
     What a process has written is not lost when it is killed, only when the machine is.
     """
-    read = functools.cache(loaders._digits)
+    read = functools.cache(published._digits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(loaders, "_digits", lambda: copy.deepcopy(read()))
+        patch.setattr(published, "_digits", lambda: copy.deepcopy(read()))
         yield
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
+from dpmac_cli.models.dataset import Data
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import heard_by
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.release.publish import Finished

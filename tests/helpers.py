@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data import user_data
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws

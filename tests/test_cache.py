@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpmac_cli import files
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data import dataset, image_folder
+from dpmac_cli.data import image_folder
 from dpmac_cli.data.cache import (
     WHOLE,
     RowFile,
@@ -26,13 +26,14 @@ from dpmac_cli.data.cache import (
     kept_files,
     make_room,
 )
-from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import PART
+from dpmac_cli.models import dataset
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import LISTENER, Computing
 from tests.digits_runs import same_weights, train_events
 from tests.helpers import load

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torchvision.datasets import mnist
 
-from dpmac_cli.data import loaders
-from dpmac_cli.data.dataset import Data, Split, fingerprint
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Records
 from dpmac_cli.errors import InputError
+from dpmac_cli.models import loaders
+from dpmac_cli.models.dataset import Data, Split, fingerprint
+from dpmac_cli.models.loaders import load_data
 
 CPU = torch.device("cpu")
 RAW_FILES = tuple(Path(archive).stem for archive, _ in mnist.MNIST.resources)

@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import backbones, feature_cache
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.feature_cache import AT_A_TIME, _run_of, featured
 from dpmac_cli.models.features import (
     FrozenFeatures,
@@ -40,6 +39,7 @@ from dpmac_cli.models.features import (
     head_of,
     with_features,
 )
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.models.registry import (
     BACKBONES,
     FEATURES,

@@ -27,9 +27,9 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.data.dataset import Split
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import named, named_as_flags
+from dpmac_cli.models.dataset import Split
+from dpmac_cli.models.loaders import load_data
 from tests.digits_runs import digits_config, run_trainer
 
 SOURCE = Path(dpmac_cli.__file__)

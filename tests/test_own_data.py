@@ -30,11 +30,11 @@ from dpmac_cli import (
 )
 from dpmac_cli.data import user_data
 from dpmac_cli.data.image_folder import _white
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.units import units_in
 from dpmac_cli.data.user_data import inspect
+from dpmac_cli.models.loaders import load_data
 from tests.helpers import load
 from tests.test_every_reader import Listed, seen
 

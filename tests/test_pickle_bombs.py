@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import dpmac_cli
 from dpmac_cli.cli.app import app
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run
 from tests.digits_runs import train_digits
 

@@ -18,11 +18,11 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import Split
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.models.dataset import Split
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run

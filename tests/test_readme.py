@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.loaders import load_data
+from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import prediction
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare

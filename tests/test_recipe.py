@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.geometry import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.schedules import AUGMENTS, Recipe
 from tests.conftest import every_optimizer

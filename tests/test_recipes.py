@@ -23,9 +23,9 @@ from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.dataset import Split
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.models.dataset import Split
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan as grid

@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
@@ -38,6 +37,7 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism, ball
 from dpmac_cli.dp.weights import RecordWeights
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.randomness import noise
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.trainer import Trainer

@@ -26,8 +26,8 @@ from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve, resolve_data
 from dpmac_cli.config.sources import HEADER
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, ModelError, RunError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private

@@ -16,14 +16,14 @@ from PIL import Image
 from dpmac_cli import ArrayData
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import user_data
-from dpmac_cli.data.augmentation import views_of
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_in, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.release import run
 from dpmac_cli.training import chunks
+from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, report_of
 from tests.helpers import PLAN, Batches, Spy, make_trainer, tiny_data

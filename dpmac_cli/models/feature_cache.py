@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, kept_file
-from dpmac_cli.data.dataset import Data, fingerprint, split_of
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
+from dpmac_cli.models.dataset import Data, fingerprint, split_of
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.progress import report

@@ -17,10 +17,8 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.resolve import resolve_data
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.in_memory import as_array
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import (
     NONE_LEFT_OUT,
     TABLES,
@@ -38,6 +36,8 @@ from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
+from dpmac_cli.models.dataset import Data, standardisation
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.report import Facts

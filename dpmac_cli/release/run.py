@@ -10,7 +10,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
-from dpmac_cli.data.dataset import Data
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs.session import Reduced, Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, TrainPlan
-from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision

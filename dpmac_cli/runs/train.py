@@ -19,9 +19,9 @@ from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import NOT_RECORDED, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.sources import by_setting, parse_settings, to_yaml
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys

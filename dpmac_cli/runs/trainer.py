@@ -9,11 +9,11 @@ from torch import nn
 
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise

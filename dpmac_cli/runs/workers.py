@@ -10,9 +10,9 @@ import torch
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.sources import by_flag, by_setting
-from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment

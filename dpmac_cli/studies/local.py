@@ -20,11 +20,11 @@ from typing import Protocol
 import torch
 import torch.multiprocessing as processes
 
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.image_folder import usable_cores
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_flags
+from dpmac_cli.models.dataset import Data
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device

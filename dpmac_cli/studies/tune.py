@@ -16,9 +16,9 @@ from typing import Any
 
 from dpmac_cli import files
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
+from dpmac_cli.models.dataset import Data
+from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import unheard
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train

@@ -12,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.data.augmentation import views_of
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.batch_invariance import (
     TRIED,
     Manner,
@@ -43,10 +41,12 @@ from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError, ModelError, RunError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
+from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.recorded_sum import RecordedChunkSum
 from dpmac_cli.training.schedules import StepPlan
 

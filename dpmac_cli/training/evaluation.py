@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
@@ -19,6 +18,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     unaffected,
 )
 from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.tasks.task import Results, Task
@@ -40,7 +40,7 @@ class Evaluation:
     Attributes:
         loss: mean of the task's default loss, regardless of the training loss.
         logits: outputs on the CPU, shape (samples, outputs).
-        labels: targets on the CPU, as in :class:`~dpmac_cli.data.dataset.Split`.
+        labels: targets on the CPU, as in :class:`~dpmac_cli.models.dataset.Split`.
         task: what the outputs predict.
         units: units of privacy that the samples belong to; None if each sample is one.
     """

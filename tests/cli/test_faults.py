@@ -12,7 +12,7 @@ import torch
 from typer.testing import Result
 
 from dpmac_cli import files
-from dpmac_cli.data import loaders as data
+from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.release import publish
 from dpmac_cli.runs import checkpoint, folder
@@ -117,10 +117,10 @@ def test_a_full_disk_at_the_end_loses_nothing(
 @contextmanager
 def unprivileged() -> Iterator[None]:
     """As a user whom the modes of files bind, which they do not do root."""
-    user, digits = os.geteuid(), data._digits()
+    user, digits = os.geteuid(), published._digits()
     with pytest.MonkeyPatch.context() as patch:
         # The file that they come from may lie where only its owner may read.
-        patch.setattr(data, "_digits", lambda: digits)
+        patch.setattr(published, "_digits", lambda: digits)
         if user == 0:
             os.seteuid(65534)
         try:
