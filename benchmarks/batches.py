@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from common import append_line, parser_of, read_lines
 
 from dpmac_cli import resolve
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
@@ -59,7 +60,8 @@ class Runs:
             plan = resolve({**flags, "recipe": "paper", "epochs": EPOCHS, "device": self._device})
             keys = make_keys(seed)
             task = prepare(plan.plan, choose_device(self._device), keys)
-            trainer = make_trainer(plan.plan, task, keys, steps=plan.plan.privacy.steps)
+            account = Account(event=plan.plan.privacy.event)
+            trainer = make_trainer(plan.plan, task, keys, account)
             for _ in range(plan.plan.privacy.steps):
                 trainer.step()
             found = round(100 * trainer.evaluate().accuracy, 2)

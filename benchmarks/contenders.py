@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
@@ -35,7 +36,6 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.step import RECORD_UNIT, carry
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
@@ -324,7 +324,7 @@ def ours(
             plan=plan,
             sampler=sampler,
             noise=noise,
-            training=carry(model, config, RECORD_UNIT),
+            account=Account(event=config.privacy.event_of(plan.steps)),
             ranks=ranks,
         )
     return trainer.step

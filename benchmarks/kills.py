@@ -154,7 +154,7 @@ def _written(out: Path) -> int | None:
 def faults(out: Path, kills: int, undisturbed: float) -> list[str]:
     """Return what a run that was killed promises and does not hold."""
     truth, found = Truth(out), list[str]()
-    spent = ledger.read_spent(out)
+    spent = ledger.read_ledger(out)
     assert spent is not None
     counted = sum(event.steps for event in spent.events)
     event = replace(spent.event, steps=truth.steps())

@@ -5,12 +5,10 @@ takes it on the batches of a program, and :func:`clipped_grad` is its first half
 of a batch that knows its sensitivity.
 """
 
-import math
 import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
@@ -81,15 +78,12 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from dpmac_cli.training.distributed import Ranks, check_single_process
 from dpmac_cli.training.lineage import (
-    TRAINING,
+    ACCOUNT,
     Parts,
-    Training,
+    accounts_of,
     attach,
     carried_by,
-    check_composable,
-    check_counted,
     parts_held_by,
-    trainings_of,
 )
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
@@ -127,8 +121,6 @@ CUT = (
     "weights returned numbers outside 0 to largest_weight, or NaN, for {} that a step used; they "
     "were cut to that range, and NaN to 0."
 )
-#: Unit of privacy of a batch's rows.
-RECORD_UNIT = ("training record", "")
 
 
 class Step(Unshared):
@@ -142,7 +134,7 @@ class Step(Unshared):
         sampler: draws the records, or units, of each step, or names those of a batch that a loader
             drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
-        training: counts the steps that use records, and is carried by the network.
+        account: counts the steps that use records, before they begin.
         hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
@@ -163,7 +155,7 @@ class Step(Unshared):
         plan: StepPlan,
         sampler: Sampler | None,
         noise: Noise | None,
-        training: Training,
+        account: Account,
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
     ) -> None:
@@ -173,7 +165,7 @@ class Step(Unshared):
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
         self.geometry = geometry_of(optimizer) if plan.private else Ball(NO_CLIPPING)
-        self.optimizer, self.plan, self.training, self.hooks = optimizer, plan, training, hooks
+        self.optimizer, self.plan, self.account, self.hooks = optimizer, plan, account, hooks
         self._ranks = ranks or Ranks()
         theta = sums.theta
         _check_rounding(mechanism, sums.size)
@@ -203,10 +195,11 @@ class Step(Unshared):
     def step(self) -> None:
         """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
 
-        Raises ModelError if the network is no longer the one that was validated.
+        Raises BudgetError if the account allows no further step; ModelError if the network is no
+        longer the one that was validated.
         """
         self.sums.check()
-        self.training.begin()  # counted before any record is used
+        self.account.begin(self.account.steps(1))  # before any record is read
         with full_float32(self.sums.arithmetic):
             batch = self._draw()
             clipped = self._clip_and_sum(batch)
@@ -345,18 +338,16 @@ def mechanism_of(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
     return kind(privacy.sigma, privacy.batch_size)
 
 
-def carry(network: nn.Module, plan: TrainPlan, unit: tuple[str, str]) -> Training:
-    """Return the training that a network carries from now on, with no step yet."""
-    privacy = plan.privacy
-    training = Training(
-        event=privacy.event,
-        unit=unit,
-        private=privacy.private,
-        seeded=plan.settings.seed is not None,
-        secure=plan.settings.secure,
-    )
-    attach(network, training)
-    return training
+def account_facts(plan: TrainPlan, unit: tuple[str, str]) -> dict[str, Any]:
+    """Return what an account of a training holds of its plan, by the names of its attributes."""
+    privacy, settings = plan.privacy, plan.settings
+    return {
+        "delta": privacy.delta,
+        "max_epsilon": privacy.max_epsilon,
+        "unit": unit,
+        "seeded": settings.seed is not None,
+        "secure": settings.secure,
+    }
 
 
 class PrivateProgram(Unshared):
@@ -366,35 +357,36 @@ class PrivateProgram(Unshared):
     """
 
     __slots__ = (
-        *("_base", "_counted", "_earlier", "_held", "_keys", "_notes", "_one_at_a_time"),
-        *("_left_out", "_plan", "_step", "_steps"),
+        *("_account", "_held", "_keys", "_left_out", "_notes", "_one_at_a_time", "_plan"),
+        "_step",
     )
 
     def _begin(
-        self, plan: TrainPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
+        self,
+        plan: TrainPlan,
+        unit: tuple[str, str],
+        earlier: tuple[Account, ...],
+        notes: tuple[str, ...],
     ) -> None:
         """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
         check_single_process()
-        self._plan, self._earlier, self._notes = plan, earlier, notes
-        privacy = plan.privacy
-        budget = (privacy.delta, privacy.max_epsilon, self._before)
-        self._steps = affordable_steps(privacy.event, *budget)
+        self._plan, self._notes = plan, notes
+        self._account = Account(
+            event=plan.privacy.event,
+            earlier=tuple(account.alone() for account in earlier),
+            **account_facts(plan, unit),
+        )
+        self._account.shorten()
         self._keys = make_keys(None)
-        self._base = 0  # steps of the state that was loaded
         self._left_out = 0  # steps of epochs that were begun and not finished
         self._step: Step | None = None
         self._held: Parts = ()  # of the network, and of others, which a step reads
-        self._count_earlier()
         self._one_at_a_time = threading.Lock()
-
-    def _count_earlier(self) -> None:
-        """Fix the steps of earlier training that the budget of this one allows for."""
-        self._counted = {training.number: training.begun for training in self._earlier}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
-        return (*self._notes, *[SEED_GIVEN] * self._seeded)
+        return (*self._notes, *[SEED_GIVEN] * self._account.seeded)
 
     @property
     def private_notes(self) -> tuple[str, ...]:
@@ -413,7 +405,7 @@ class PrivateProgram(Unshared):
 
     def __len__(self) -> int:
         """Return the total number of steps."""
-        return self._steps - self._left_out
+        return self._account.end - self._left_out
 
     @property
     @abstractmethod
@@ -423,7 +415,7 @@ class PrivateProgram(Unshared):
     @property
     def taken(self) -> int:
         """Return the number of steps that were taken."""
-        return self._base if self._step is None else self._step.state.step
+        return self._account.base if self._step is None else self._step.state.step
 
     @property
     def privacy(self) -> PrivacyPlan:
@@ -436,7 +428,7 @@ class PrivateProgram(Unshared):
 
         It includes the steps that are left out of an epoch by :meth:`PrivateStep.loader`.
         """
-        return self.privacy.event_of(self._begun)
+        return self._account.done
 
     @property
     def delta(self) -> float:
@@ -451,13 +443,14 @@ class PrivateProgram(Unshared):
     @property
     def epsilon(self) -> float:
         """Return the privacy cost of all steps that have begun, and of earlier training."""
-        return total_epsilon(self._events, self.delta)
+        return self._account.epsilon
 
     @property
     def statement(self) -> str:
         """Return the meaning of the guarantee."""
-        unit, seeded = self.privacy.unit, self._seeded
-        return statement(self.epsilon, self.delta, self._events, unit, seeded=seeded)
+        unit, account = self.privacy.unit, self._account
+        seeded = account.seeded
+        return statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
 
     @property
     def lr(self) -> float:
@@ -477,35 +470,14 @@ class PrivateProgram(Unshared):
         if self._step is not None:
             self._step.optimizer = optimizer
 
-    @property
-    def _seeded(self) -> bool:
-        """Return whether earlier training used a seed."""
-        return any(training.seeded for training in self._earlier)
-
-    @property
-    def _begun(self) -> int:
-        """Return the number of steps that may have used records."""
-        return 0 if self._step is None else self._step.training.begun
-
-    @property
-    def _before(self) -> tuple[TrainingEvent, ...]:
-        """Return the events of earlier training."""
-        return tuple(training.done for training in self._earlier)
-
-    @property
-    def _events(self) -> tuple[TrainingEvent, ...]:
-        return (*self._before, self.event)
-
     def _check_budget(self) -> None:
         """Raise BudgetError if all steps have begun; InputError in one of several processes.
 
         Raises ModelError if the network, or one that a step reads, had steps that are not counted.
         """
         check_single_process()
-        own = None if self._step is None else self._step.training.number
-        others = (each for each in trainings_of(self._held) if each.number != own)
-        check_counted(others, self._counted)
-        if self._base + self._begun >= self._steps:
+        self._account.check_counted(accounts_of(self._held))
+        if not self._account.remaining:
             raise BudgetError(
                 f"All {len(self)} steps have been taken, and epsilon is "
                 f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
@@ -585,10 +557,10 @@ class PrivateStep(PrivateProgram):
             "sampler": sampling.sampler,
         }
         settings: dict[str, Any] = {**keywords, **named}
-        counted = tuple(training.done for training in earlier)
-        plan, notes = resolve_batches(sampling.n, settings, counted)
-        # Nothing is scored or published.
-        self._begin(replace(plan, recipe=replace(plan.recipe, ema=0.0)), earlier, notes)
+        before = tuple(event for account in earlier for event in account.own)
+        plan, notes = resolve_batches(sampling.n, settings, before)
+        plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))  # nothing is scored or published
+        self._begin(plan, RECORD_UNIT, earlier, notes)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
@@ -646,9 +618,10 @@ class PrivateStep(PrivateProgram):
         event, step = self.privacy.event, self._step
         if step is None or not event.sampling.once_an_epoch:
             return
-        rest = -(self.taken - self._base + self._left_out) % event.steps_per_epoch
-        rest = min(rest, self._steps - self._base - self._begun)
-        step.training.begin(rest)
+        account = self._account
+        rest = -(self.taken - account.base + self._left_out) % event.steps_per_epoch
+        rest = min(rest, account.remaining)
+        account.begin(account.steps(rest))
         self._left_out += rest
         step.plan = replace(step.plan, steps=len(self))
 
@@ -657,7 +630,7 @@ class PrivateStep(PrivateProgram):
     ) -> Iterator[Batch]:
         """Yield the batches of the remaining steps, until a loader of a higher number is there."""
         secure, remaining = self._plan.settings.secure, range(self.taken + 1, len(self) + 1)
-        base = self._base - self._left_out  # steps that are left out count in an epoch
+        base = self._account.base - self._left_out  # steps that are left out count in an epoch
         sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=base)
         for drawn in batches(records, sampler, structure, remaining, workers):
             if number != self._loaders:
@@ -703,7 +676,7 @@ class PrivateStep(PrivateProgram):
         return {
             "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
             "numbers": state.numbers(),
-            "trainings": [asdict(training) for training in (*self._earlier, self._step.training)],
+            "trainings": [asdict(each) for each in (*self._account.earlier, self._account.alone())],
             "structure": map_rows(Tensor.cpu, self._structure.template),
             "public": self._structure.keep,
             "lr": self.lr,
@@ -727,47 +700,53 @@ class PrivateStep(PrivateProgram):
                 possible.
             ModelError: the network has other parameters.
         """
-        if self._begun or self._earlier:
+        if self._account.count or self._account.earlier:
             raise InputError(
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
         _check_state(saved)
-        *earlier, last = map(TRAINING.validate_python, saved["trainings"])
-        if not last.begun <= taken <= last.event.steps:
+        *earlier, last = map(ACCOUNT.validate_python, saved["trainings"])
+        if not last.count <= taken <= last.event.steps:
             raise InputError(
-                f"taken is {taken}, but the state holds {last.begun} of {last.event.steps} steps. "
+                f"taken is {taken}, but the state holds {last.count} of {last.event.steps} steps. "
                 "Set it to the number of steps that were taken, also after the state was saved."
             )
-        self._earlier = (*earlier, replace(last, begun=taken))
-        check_composable(self._earlier, RECORD_UNIT)
-        self._count_earlier()
-        privacy, step = self.privacy, saved["numbers"]["step"]
-        rest = privacy.event_of(max(0, self._steps - step))
-        budget = min(privacy.max_epsilon, privacy.target or math.inf)
-        with suppress(BudgetError):
-            self._steps = step
-            self._steps += affordable_steps(rest, privacy.delta, budget, self._before)
-        self._base, self.lr = step, saved["lr"]
+        accounts = (*earlier, replace(last, begun=last.base + taken))
+        check_composable(accounts, RECORD_UNIT)
+        privacy, step, steps = self.privacy, saved["numbers"]["step"], self._account.end
+        self._account = Account(
+            event=privacy.event_of(max(0, steps - step)),
+            base=step,
+            begun=step,
+            earlier=accounts,
+            target=privacy.target,
+            **account_facts(self._plan, RECORD_UNIT),
+        )
+        try:
+            self._account.shorten()
+        except BudgetError:
+            self._account.event = privacy.event_of(0)
+        self.lr = saved["lr"]
         self._keys = make_keys(None, base=step)
         self._loaders += 1  # those created before have other keys
         structure = Structure(saved["structure"], saved["public"])
         made = self._prepare(structure.to(device_of(self._model)))
-        for training in self._earlier:
-            attach(self._model, training)
+        for account in accounts:
+            attach(self._model, account)
         made.state.restore(saved["tensors"], saved["numbers"])
 
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
-        check_counted(carried_by(self._model, (self._loss, self._weigh)), self._counted)
+        self._account.check_counted(carried_by(self._model, (self._loss, self._weigh)))
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
         self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
         structure = fitted(objective, structure)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
-        steps = steps_of(plan, self._steps, device_of(objective))
+        steps = steps_of(plan, self._account.end, device_of(objective))
         secure = plan.settings.secure
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
@@ -779,8 +758,9 @@ class PrivateStep(PrivateProgram):
                 plan=steps,
                 sampler=sums,
                 noise=Noise(keys.noise, secure=secure),
-                training=carry(objective, plan, RECORD_UNIT),  # a loss may have parameters, too
+                account=self._account,
             )
+        attach(objective, self._account)  # a loss may have parameters, too
         self._structure, self._sums = structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
         modes = notes_on_modes(objective)

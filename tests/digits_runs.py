@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.models.dataset import Data
@@ -81,7 +82,8 @@ def run_trainer(
     """The trainer of a run; ``given`` are data and model, if they are not the plan's."""
     keys = keys or make_keys(plan.settings.seed)
     task = prepare(plan, choose_device(plan.device), keys, **given)
-    return make_trainer(plan, task, keys, steps=plan.privacy.steps if steps is None else steps)
+    event = plan.privacy.event if steps is None else plan.privacy.event_of(steps)
+    return make_trainer(plan, task, keys, Account(event=event))
 
 
 def train_digits(file: Path | None = None, **flags: Any) -> Finished:

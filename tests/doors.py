@@ -218,7 +218,7 @@ def done(step: PrivateStep, batch: Any) -> bool:
 
 def describe(step: PrivateStep, seen: Trained) -> None:
     """Note what a step says of its training."""
-    seen.events, seen.epsilon, seen.statement = step._events, step.epsilon, step.statement
+    seen.events, seen.epsilon, seen.statement = step._account.events, step.epsilon, step.statement
 
 
 #: A training of a network of :data:`NETWORKS` by each door, and by each way to continue there.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor, nn
 
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data import user_data
 from dpmac_cli.data.cache import Rows
@@ -34,7 +35,6 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.lineage import Training
 from dpmac_cli.training.schedules import StepPlan
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
@@ -241,8 +241,8 @@ def make_trainer(
     )
     leads = ranks is None or ranks.leads
     layers = LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None
-    event = TrainingEvent(min(1.0, batch / records), mechanism.noise_multiplier, plan.steps)
-    unit = ("training record", "")
+    rate = min(1.0, batch / records)
+    event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6)
     with full_float32():
         return Trainer(
             DataSum(model or tiny_model(dtype), data, plan, mechanism.expected_batch, layers),
@@ -251,7 +251,7 @@ def make_trainer(
             plan=plan,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
-            training=Training(event=event, unit=unit, private=True, seeded=True, secure=False),
+            account=Account(event=event, seeded=True, secure=False),
             hooks=hooks,
             ranks=ranks,
         )

@@ -163,7 +163,7 @@ def of_ledger(count: int) -> None:
         sealed = {"sha256": hashlib.sha256(text).hexdigest(), "spent": header}
         path.write_text(json.dumps(sealed))
         with at_once():
-            found = ledger.read_spent(run)
+            found = ledger.read_ledger(run)
             if found is not None:
                 assert found.base <= found.begun <= found.end
         said(what, "runs")

@@ -28,7 +28,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
-from dpmac_cli.runs.ledger import Spent
+from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.session import Evaluated, Update
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
@@ -154,14 +154,24 @@ def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
 
 
 @pytest.mark.promise("scores")
-def test_the_score_is_charged_once_the_last_step_may_have_begun() -> None:
+def test_the_score_is_charged_once_the_last_step_may_have_begun(tmp_path: Path) -> None:
+    """A run may be killed between its last step and its score, or after that."""
     score, end = score_event(2.0), 10
     for base in range(end + 1):
         part = TrainingEvent(0.1, 3.0, end - base)
         for begun in range(base, end + 1):
-            spent = Spent((), part, base=base, begun=begun, score=score)
-            tested = [event for event in spent.events if event.records == "test"]
-            assert tested == [score] * (base < begun == end)
+            account = Ledger(event=part, base=base, begun=begun, score=score, run=tmp_path)
+            account.record()
+            assert tested(tmp_path) == [score] * (base < begun == end)
+            account.begin(score)
+            assert tested(tmp_path) == [score]
+
+
+def tested(run: Path) -> list[TrainingEvent]:
+    """The events on test records in the ledger of a run."""
+    found = read_ledger(run)
+    assert found is not None
+    return [event for event in found.events if event.records == "test"]
 
 
 @pytest.mark.promise("scores")

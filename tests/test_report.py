@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 from jsonschema import Draft202012Validator
 
+from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -19,7 +20,6 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.sentences import Case, privacy
-from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
 from tests.typed import dpmac
 
@@ -80,9 +80,8 @@ def test_every_epsilon_of_a_run_is_at_the_delta_that_was_given(delta: float, cov
         assert f"({shown}, {format_epsilon(delta)})-differential privacy" in text
 
 
-def spent(steps: int, seeded: bool = False) -> Spent:
-    event = TrainingEvent(0.1, 1.5, steps)
-    return Spent((), event, base=0, begun=steps, seeded=seeded, secure=False)
+def spent(steps: int, seeded: bool = False) -> Account:
+    return done(TrainingEvent(0.1, 1.5, steps), seeded=seeded, secure=False)
 
 
 @pytest.mark.promise("said")

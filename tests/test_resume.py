@@ -5,7 +5,6 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -27,7 +27,6 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.train import Inherited, _check_same, _lost
@@ -76,9 +75,9 @@ def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
 def test_only_steps_of_the_last_part_are_counted_twice() -> None:
     plan = start(out="run", steps=20)
     event = plan.privacy.event_of
-    was = Spent((event(5),), event(15), base=5, begun=9)
-    now = replace(was.continued(7), event=event(13))
-    [note] = _lost(plan, Inherited(None, now, before=was), now)
+    was = Account(earlier=(done(event(5)),), event=event(15), base=5, begun=9)
+    now = Account(earlier=was.past, event=event(13), base=7, begun=7)
+    [note] = _lost(plan, Inherited(account=was), now)
     assert note.startswith("2 of 20 steps are counted twice")
 
 

@@ -12,6 +12,7 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import norm
 
 from dpmac_cli.accounting import accountants
+from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import FINE, POINTS, loss_distribution, total_epsilon
 from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
@@ -27,7 +28,6 @@ from dpmac_cli.accounting.risk import (
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.sentences import Case, privacy
-from dpmac_cli.runs.ledger import Spent
 
 pytestmark = pytest.mark.promise("risk")
 
@@ -182,7 +182,7 @@ def test_shares_are_rounded_up(share: float, said: str) -> None:
 
 def test_the_report_counts_every_part_of_a_run() -> None:
     earlier, event = TrainingEvent(0.1, 2.0, 7), TrainingEvent(0.1, 1.5, 3)
-    spent = Spent((earlier,), event, base=0, begun=3, seeded=False, secure=False)
+    spent = Account(earlier=(done(earlier),), event=event, begun=3, secure=False)
     plan = resolve({"dataset": "digits", "sigma": 6}).plan
     found = privacy(Case(plan, spent)).risk
     assert found is not None

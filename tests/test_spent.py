@@ -200,10 +200,11 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Truth:
 @pytest.mark.promise("ledger")
 def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     """Also by a session that only the ledger knows, because it was killed before it was saved."""
-    spent = ledger.read_spent(RUN)
+    spent = ledger.read_ledger(RUN)
     assert spent is not None
     assert (checkpoint.read(RUN).step, spent.begun) == (12, 15)
-    ledger.Ledger(RUN, spent.continued(12)).write(14)
+    part = ledger.Ledger(run=RUN, earlier=spent.past, event=spent.event, base=12, begun=14)
+    part.record()
     stopped = finish(run.resume(RUN, {}, after(1)))
     assert stopped.report["hyperparameters"]["steps"] == 13
     assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [15, 2, 1]
@@ -228,20 +229,20 @@ def test_the_ledger_of_an_earlier_session_is_refused() -> None:
 @pytest.mark.promise("ledger")
 @pytest.mark.parametrize("steps", [99, 400])
 def test_a_step_is_reserved_before_it_begins(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, ahead = Trainer.step, []
+    draw, ahead = Trainer._draw, []
 
-    def begun(trainer: Trainer) -> None:
-        spent = ledger.read_spent(RUN)
+    def begun(trainer: Trainer) -> Any:
+        spent = ledger.read_ledger(RUN)
         assert spent is not None
         ahead.append(spent.begun - trainer.state.step)
-        step(trainer)
+        return draw(trainer)
 
-    monkeypatch.setattr(Trainer, "step", begun)
+    monkeypatch.setattr(Trainer, "_draw", begun)
     finish(run.train(start(steps=steps), after(10)))
     assert len(ahead) == 10
     assert min(ahead) == 1
     assert max(ahead) == 1 + steps // 100
-    spent = ledger.read_spent(RUN)
+    spent = ledger.read_ledger(RUN)
     assert spent is not None
     assert spent.begun == 10  # what was not begun is given back
 
@@ -315,7 +316,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     while calls >= kill:
         calls, kill = 0, kill + 1
         old, saved = (
-            ledger.read_spent(where),
+            ledger.read_ledger(where),
             {file.read_bytes() for file in checkpoints.iterdir()},
         )
 
@@ -335,7 +336,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             attempt(study, monkeypatch, kill=1)
         begun = ledger.begun_events(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
-        found = ledger.read_spent(where)
+        found = ledger.read_ledger(where)
         assert found is not None
         # No checkpoint of the run before may be resumed beside it. Where no step of that had begun,
         # it is the same as that of the new one.

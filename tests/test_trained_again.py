@@ -29,11 +29,12 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import SEED_GIVEN
-from dpmac_cli.release.model_file import _trainings
+from dpmac_cli.release.model_file import _account
 from dpmac_cli.release.model_file import load_model as loaded
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.training.lineage import Training, attach, carried_by
+from dpmac_cli.training.lineage import attach, carried_by
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits
 
@@ -133,7 +134,7 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_of_copies_of_a_training_the_longest_counts() -> None:
     """As when a network is unpickled twice, and one of them is trained further."""
     event = resolve(SETTINGS, dataset="digits").plan.privacy.event
-    less = Training(event=event, unit=("", ""), private=True, seeded=False, secure=False, begun=1)
+    less = Account(event=event, begun=1)
     more = replace(less, begun=3)
     one, other = network(), network()
     attach(one, less)
@@ -195,8 +196,8 @@ def test_a_teacher_is_found_wherever_a_loss_holds_it(
 ) -> None:
     teacher = network()
     privacy = resolve(SETTINGS, dataset="digits").plan.privacy
-    done = Training(event=privacy.event, unit=("", ""), private=True, seeded=False, secure=False)
-    done.begin()
+    done = Account(event=privacy.event)
+    done.begin(done.steps(1))
     attach(teacher, done)
     monkeypatch.setattr(sys.modules[__name__], "TEACHER", teacher)
     assert carried_by(network(), holding(teacher)) == (done,)
@@ -289,7 +290,7 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     settings = {**SETTINGS, "steps": 400, "max_epsilon": 1.0}
     fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
     assert 0 < len(second) < len(fresh)
-    cost = total_epsilon((*second._before, second.plan.privacy.event_of(len(second))), 1e-5)
+    cost = total_epsilon((*second._account.before, second.plan.privacy.event_of(len(second))), 1e-5)
     assert cost <= 1.0
 
 
@@ -307,7 +308,7 @@ def test_a_seed_of_earlier_training_is_said_at_every_door(tmp_path: Path) -> Non
     said += [report["privacy"]["seed_policy"]["statement"], " ".join(card.split())]
     assert all(SEED_GIVEN in text for text in said)
     unseeded = make_private(network(), "digits", **SETTINGS)
-    assert not unseeded._spent().seeded
+    assert not unseeded._account.seeded
     assert SEED_GIVEN not in (*unseeded.notes, unseeded.statement)
 
 
@@ -364,6 +365,6 @@ def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Finishe
         [event] = done.events
         more = event.model_copy(update={"steps": event.steps + 1})
         told = done.model_copy(update={"seed_policy": part, "events": (event, more)})
-        found = list(_trainings(told, "0"))
-        assert [training.seeded for training in found] == [seeded, seeded]
-        assert [training.event for training in found] == [event.done, more.done]
+        found = _account(told, "0")
+        assert found.seeded == seeded
+        assert found.own == (event.done, more.done)

@@ -736,11 +736,10 @@ def test_a_change_between_steps_is_refused_by_name(name: str) -> None:
     trainer.step()
     change, said = CHANGES[name]
     change(net)
-    before, begun = trainer.state.theta.clone(), list[int]()
-    trainer.training = SimpleNamespace(begin=lambda: begun.append(1))
+    before, begun = trainer.state.theta.clone(), trainer.account.begun
     with pytest.raises(ModelError, match=said):
         trainer.step()
-    assert not begun  # nothing was spent
+    assert trainer.account.begun == begun  # nothing was spent
     assert torch.equal(trainer.state.theta, before)
     with pytest.raises(ModelError, match=said):
         trainer.check_network()  # as before the network is published

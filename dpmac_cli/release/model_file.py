@@ -5,7 +5,7 @@ and facts.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import files
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.tokens import TextReader
@@ -26,7 +27,7 @@ from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder
-from dpmac_cli.training.lineage import Training, attach
+from dpmac_cli.training.lineage import attach
 
 #: A model file, its weights, its facts, and these as validated.
 ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], "Header"]
@@ -117,8 +118,7 @@ def load_model(
         said = weights.first_faults(faults)
         raise ModelError(f"{file} does not fit the network {reference}: {said}.")
     weights.adopt(model, tensors)
-    for training in _trainings(facts.privacy, facts.checksum):
-        attach(model, training)
+    attach(model, _account(facts.privacy, facts.checksum))
     reader = _text_reader(file, tensors, facts)
     return Released(model.to(device).eval(), kept, file, facts, reader)
 
@@ -145,19 +145,17 @@ def _check_size(
         )
 
 
-def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
-    """Yield the private trainings that a model file tells of; training it further adds to them."""
-    for number, event in enumerate(done.training_events()):
-        yield Training(
-            event=event,
-            unit=(short(done.unit.name), done.unit.told_by or ""),
-            private=done.private,
-            seeded=done.seed_policy.given,
-            secure=done.randomness.secure,
-            searched=done.search is not None,
-            begun=event.steps,
-            number=f"{checksum} {number}",
-        )
+def _account(done: Privacy, checksum: str) -> Account:
+    """Return the account that a model file tells of; training it further adds to it."""
+    return Account(
+        others=done.training_events(),
+        delta=done.delta or 0.0,
+        unit=(short(done.unit.name), done.unit.told_by or ""),
+        seeded=done.seed_policy.given,
+        secure=done.randomness.secure,
+        searched=done.search is not None,
+        number=checksum,
+    )
 
 
 def _text_reader(file: Path, tensors: Mapping[str, Tensor], facts: Facts) -> TextReader | None:

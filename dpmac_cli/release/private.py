@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.accounting.account import check_composable
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.plan import TrainPlan
@@ -24,13 +25,12 @@ from dpmac_cli.models.trial_samples import trained_parts
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import NO_SEED, PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.lineage import carried_by, check_composable, parts_held_by
+from dpmac_cli.training.lineage import carried_by, parts_held_by
 from dpmac_cli.training.schedules import LossKind
 
 
@@ -95,7 +95,7 @@ class PrivateTraining(PrivateProgram):
         weigh = None if weights is None else RecordWeights(weights, largest_weight, "x", "target")
         held = (own, weights)  # networks that these read count, too
         earlier = carried_by(model, held) if isinstance(model, nn.Module) else ()
-        counted = tuple(training.done for training in earlier if training.private)
+        counted = tuple(event for account in earlier if account.private for event in account.own)
         chosen: dict[str, Any] = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
@@ -109,22 +109,23 @@ class PrivateTraining(PrivateProgram):
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:
             plan = _with_loss(plan, own)
+        unit = unit_of(plan.privacy, plan.data)
         if plan.privacy.private:
-            check_composable(earlier, unit_of(plan.privacy, plan.data))
+            check_composable(earlier, unit)
         if earlier and plan.privacy.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
             )
         self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
-        self._begin(plan, earlier, resolved.notes)
+        self._begin(plan, unit, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
         if weigh is not None and plan.recipe.loss.weights:
             raise InputError(
                 "class_weights and weights= are two ways to say the same. Use one of them."
             )
         self._step = make_trainer(
-            plan, self._task, self._keys, steps=self._steps, loss=own, weigh=weigh
+            plan, self._task, self._keys, self._account, loss=own, weigh=weigh
         )
         self._held = parts_held_by(model, held)
         weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
@@ -145,9 +146,8 @@ class PrivateTraining(PrivateProgram):
         return self._plan
 
     def _notes_on_earlier(self) -> tuple[str, ...]:
-        if not self._earlier:
+        if not (events := self._account.before):
             return ()
-        events = self._before
         cost, target = total_epsilon(events, self._plan.privacy.delta), self._target
         steps = sum(event.steps for event in events)
         spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
@@ -159,7 +159,7 @@ class PrivateTraining(PrivateProgram):
 
     def __iter__(self) -> Iterator[int]:
         """Take the remaining steps. Raises the same errors as :meth:`step`."""
-        while self.taken < self._steps:
+        while self.taken < self._account.end:
             yield self.step()
 
     def step(self) -> int:
@@ -203,7 +203,7 @@ class PrivateTraining(PrivateProgram):
         folder.check_chosen_folder(where, force)
         trainer.check_finite()
         trainer.check_network()
-        spent, step = self._spent(), trainer.state.step
+        step = trainer.state.step
         epoch, result = step / plan.privacy.steps_per_epoch, self.evaluate()
         trainer.check_network()  # it also runs while it is scored
         scored = Evaluated(step, epoch, self._seconds, result, last=True)
@@ -212,7 +212,7 @@ class PrivateTraining(PrivateProgram):
             task=self._task,
             trainer=trainer,
             where=folder.make_folder(where),
-            ledger=Ledger(where, spent),
+            account=self._account,
             history=[metrics_line(scored, self.epsilon, plan)],
             scored=result,
             seconds=self._seconds,
@@ -221,17 +221,6 @@ class PrivateTraining(PrivateProgram):
             folder.clear(where)
             session.begin_files()
             return publish(session)
-
-    def _spent(self) -> Spent:
-        """Return what was done to the records, as of a run that is resumed."""
-        plan, earlier = self._plan, self._earlier
-        return Spent(
-            earlier=self._before,
-            event=plan.privacy.event_of(self._steps),
-            begun=self._begun,
-            seeded=self._seeded,
-            secure=plan.settings.secure and all(training.secure for training in earlier),
-        )
 
 
 def _as_asked(plan: TrainPlan, asked: Mapping[str, Any]) -> TrainPlan:

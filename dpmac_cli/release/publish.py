@@ -11,6 +11,7 @@ from typing import Any, Literal
 import safetensors.torch
 
 from dpmac_cli import __version__, files
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.models.encoders import TextEncoder
@@ -22,7 +23,6 @@ from dpmac_cli.release.model_file import save_model
 from dpmac_cli.release.sentences import AUDIT_RUN, Case, nist_statement, privacy, text
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
-from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.tasks.task import Task
@@ -50,7 +50,7 @@ def publish(session: Session) -> Finished:
     scored = session.scored
     if scored is None and plan.privacy.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
-    facts = public_facts(plan, session.spent(), task, trainer.sums.size)
+    facts = public_facts(plan, session.account, task, trainer.sums.size)
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
         _write_adapter(task, plan, where)
@@ -75,7 +75,7 @@ def _write_adapter(task: PreparedRun, plan: TrainPlan, where: Path) -> None:
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
-def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> report.Facts:
+def public_facts(plan: TrainPlan, spent: Account, task: PreparedRun, trained: int) -> report.Facts:
     """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
     data, canaries = plan.data.facts, plan.privacy.canaries
     case, task_facts = Case(plan, spent), dict[str, Any](data.task.facts)
@@ -204,7 +204,7 @@ def _state_of(session: Session) -> State:
     privacy = session.plan.privacy
     limited = session.steps < privacy.steps and not math.isinf(privacy.max_epsilon)
     return (
-        "budget-spent" if limited and session.spent().kept_to >= privacy.max_epsilon else "finished"
+        "budget-spent" if limited and session.account.kept_to >= privacy.max_epsilon else "finished"
     )
 
 
@@ -216,6 +216,6 @@ def _write_audit(session: Session, written: report.Report) -> None:
     plan = session.plan.privacy
     claim = (written.privacy.epsilon, plan.delta, plan.guesses)
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
-    events = tuple(e for e in session.spent().events if e.records == "training")
+    events = tuple(e for e in session.account.events if e.records == "training")
     found = files.to_json(audit.Audit(*claim, *seen, events).as_json())
     files.write_atomically(session.where / folder.AUDIT, found.encode())

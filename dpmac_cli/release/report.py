@@ -405,7 +405,7 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
 
     Raises InputError if neither report nor ledger can be read.
     """
-    found = ledger.read_spent(run)
+    found = ledger.read_ledger(run)
     if found is not None and not (run / folder.REPORT).exists():
         return found.planned
     return read_report(run).privacy.training_events()

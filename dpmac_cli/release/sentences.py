@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import price
@@ -31,7 +32,6 @@ from dpmac_cli.release.report_privacy import (
     Unit,
 )
 from dpmac_cli.runs.headers import Event
-from dpmac_cli.runs.ledger import Spent
 
 AUDIT_RUN = (
     "An audit run: it also trained on artificial records for an attack. The model is unfit for "
@@ -45,7 +45,7 @@ class Case:
     """A run that sentences are about: its plan, and what was done to its records."""
 
     plan: TrainPlan
-    spent: Spent
+    spent: Account
 
     def __getattr__(self, part: str) -> Any:
         """Return a part of the plan by its name."""
@@ -433,7 +433,7 @@ def privacy(case: Case) -> Privacy:
     whole = spent.event
     if not math.isinf(part.max_epsilon):
         whole = part.event_of(part.steps - spent.base)
-    planned = total_epsilon((*spent.earlier, whole), part.delta)
+    planned = total_epsilon((*spent.before, whole), part.delta)
     risk = assess_risk(cost.done, plan.data.facts.train_size, part.unit)
     return Privacy(
         private=part.private,

@@ -76,7 +76,7 @@ class Event(Part):
 
 
 class Kept(Part):
-    """Steps that a run may have taken, as :class:`~dpmac_cli.runs.ledger.Spent` is kept on disk."""
+    """Steps that a run may have taken, as :class:`~dpmac_cli.runs.ledger.Ledger` keeps them."""
 
     earlier: Annotated[tuple[Event, ...], Field(max_length=MOST_PARTS)]
     event: Event
@@ -94,15 +94,6 @@ class Kept(Part):
         if len({bool(event.noise_multiplier) for event in (*self.earlier, self.event)}) > 1:
             raise ValueError("some parts have noise and others none")
         return self
-
-    def values(self) -> dict[str, Any]:
-        """Return the fields as they are counted with."""
-        return {
-            **dict(self),
-            "earlier": tuple(event.done for event in self.earlier),
-            "event": self.event.done,
-            "score": self.score and self.score.done,
-        }
 
 
 class Ledger(Part):

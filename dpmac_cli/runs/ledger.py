@@ -1,14 +1,17 @@
-"""Ledger of a run: the number of steps, recorded on disk before they begin. Imports no torch."""
+"""Ledger of a run: its account on disk, where steps are counted before they begin.
+
+Imports no torch.
+"""
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from dpmac_cli import files
+from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.runs import folder, headers
 
@@ -18,67 +21,84 @@ FILE = folder.LEDGER
 RESERVED = 100
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Steps that a run may have taken, in all its parts.
+@dataclass(slots=True, kw_only=True)
+class Ledger(Account):
+    """Account of a run that is being trained, which begins nothing that is not on disk.
 
-    A part uses one set of keys. Every resume starts a new part.
+    A part of a run uses one set of keys. Every resume starts a new part, whose ``earlier`` accounts
+    are the parts before.
 
     Attributes:
-        earlier: events of previous parts.
-        event: event of the current part with all planned steps; it began at step ``base``.
-        begun: last step of the run that may have begun.
-        seeded: whether any part used a chosen seed. secure: whether all parts used --secure.
-        score: event of the test score at the end, if it is covered.
-        target: epsilon that was asked for, which a resumed run keeps to; None without.
+        run: folder of the run, which it has before its first step.
+        reserved: last step that is on disk as begun.
     """
 
-    earlier: tuple[TrainingEvent, ...]
-    event: TrainingEvent
-    base: int = 0
-    begun: int = 0
-    seeded: bool = False
-    secure: bool = True
-    score: TrainingEvent | None = None
-    target: float | None = None
+    run: Path | None = None
+    reserved: int = 0
 
-    @property
-    def end(self) -> int:
-        """Step of the run at which the current part ends as planned."""
-        return self.base + self.event.steps
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Return how to copy a network's account: without the folder, whose name may be private."""
+        return self.alone().__reduce_ex__(protocol)
 
-    @property
-    def kept_to(self) -> float:
-        """Epsilon that a resumed run keeps to, for which it was calibrated; infinity for others."""
-        return self.target if self.earlier and self.target is not None else math.inf
+    def record_before(self, event: TrainingEvent) -> None:
+        """Record an event on disk, and reserve at most a hundredth of all steps. Raises OSError."""
+        if not self.is_of_training(event):
+            self._write(self.reserved, (*self.others, event))
+        elif (step := self.begun + event.steps) > self.reserved:
+            self._write(min(self.end, step + self.event.steps // RESERVED), self.others)
 
-    @property
-    def planned(self) -> tuple[TrainingEvent, ...]:
-        """Return events of all parts, with all planned steps of this one."""
-        return (*self.earlier, self.event)
+    def record(self) -> None:
+        """Record on disk exactly what has begun, with sync. Raises OSError."""
+        self._write(self.begun, self.others)
 
-    @property
-    def events(self) -> tuple[TrainingEvent, ...]:
-        """Events of all parts, up to the last step that may have begun."""
-        part = replace(self.event, steps=self.begun - self.base)
-        done = (*self.earlier, part) if part.steps or not self.earlier else self.earlier
-        if self.score is None or not self.base < self.end <= self.begun:
-            return done
-        return (*done, self.score)
+    def _write(self, begun: int, others: tuple[TrainingEvent, ...]) -> None:
+        """Write steps up to ``begun`` and other events to disk, with sync. Raises OSError."""
+        if self.run is None:
+            raise ValueError("the ledger has no folder")
+        more = list(others)
+        if self.score in more and counts_score(self.base, begun, self.end):
+            more.remove(self.score)  # it counts with the last step
+        spent = {
+            "earlier": [asdict(event) for event in (*self.before, *more)],
+            "event": asdict(self.event),
+            "base": self.base,
+            "begun": begun,
+            "seeded": self.seeded,
+            "secure": self.secure,
+            "score": None if self.score is None else asdict(self.score),
+            "target": self.target,
+        }
+        text = files.to_json({"sha256": _sum(spent), "spent": spent})
+        files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
+        self.reserved = begun
 
-    def continued(self, step: int) -> "Spent":
-        """Return what was spent as a new part begins after a step: all that began, kept or not."""
-        earlier = tuple(event for event in self.events if event.steps)
-        return replace(self, earlier=earlier, base=step, begun=step)
+
+def counts_score(base: int, begun: int, end: int) -> bool:
+    """Return whether the ledger of a part counts its planned score: once its last step began."""
+    return base < end <= begun
 
 
-def read_spent(run: Path) -> Spent | None:
-    """Return the contents of a run's ledger; None if it is missing or damaged."""
+def read_ledger(run: Path) -> Account | None:
+    """Return the account in a run's ledger, without delta; None if it is missing or damaged."""
     try:
         text = (run / folder.CHECKPOINTS / FILE).read_bytes()
-        kept = headers.Ledger.model_validate_json(text, strict=True)
-        same = kept.sha256 == _sum(json.loads(text)["spent"])
-        return Spent(**kept.spent.values()) if same else None
+        found = headers.Ledger.model_validate_json(text, strict=True)
+        if found.sha256 != _sum(json.loads(text)["spent"]):
+            return None
+        kept = found.spent
+        account = Account(
+            earlier=tuple(done(event.done) for event in kept.earlier),
+            event=kept.event.done,
+            base=kept.base,
+            begun=kept.begun,
+            score=None if kept.score is None else kept.score.done,
+            target=kept.target,
+            seeded=kept.seeded,
+            secure=kept.secure,
+        )
+        if account.score is not None and counts_score(account.base, account.begun, account.end):
+            account.others = (account.score,)
+        return account
     except folder.BROKEN:
         return None
 
@@ -91,7 +111,7 @@ def begun_events(
     If ``whole``, the last part counts with all its planned steps, and a run that has not begun as
     ``planned``. So does one whose ledger is missing or damaged.
     """
-    if (found := read_spent(run)) is not None:
+    if (found := read_ledger(run)) is not None:
         return tuple(e for e in (found.planned if whole else found.events) if e.steps)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return (planned,) if begun else ()
@@ -99,27 +119,3 @@ def begun_events(
 
 def _sum(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-class Ledger:
-    """Ledger of a run that is being trained. Steps up to ``spent.begun`` stay charged."""
-
-    def __init__(self, run: Path, spent: Spent) -> None:
-        self.spent = spent
-        self._run, self._floor = run, spent.begun
-
-    def write(self, begun: int) -> None:
-        """Record on disk that steps up to ``begun`` may have begun, with sync. Raises OSError."""
-        self.spent = replace(self.spent, begun=begun)
-        text = files.to_json({"sha256": _sum(asdict(self.spent)), "spent": asdict(self.spent)})
-        path = folder.checkpoints(self._run) / FILE
-        files.write_atomically(path, text.encode())
-
-    def before(self, step: int) -> None:
-        """Reserve the next step, and at most a hundredth of all steps."""
-        if step > self.spent.begun:
-            self.write(min(self.spent.end, step + self.spent.event.steps // RESERVED))
-
-    def charged(self, step: int) -> int:
-        """Return the steps to charge for once ``step`` is taken."""
-        return max(step, self._floor)

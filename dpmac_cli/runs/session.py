@@ -4,18 +4,18 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dpmac_cli import files
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.known import METRICS
@@ -96,7 +96,7 @@ class Session:
     task: PreparedRun
     trainer: Trainer
     where: Path
-    ledger: Ledger
+    account: Account
     ranks: Ranks | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -106,11 +106,7 @@ class Session:
     @property
     def steps(self) -> int:
         """Return the last step of the run."""
-        return self.ledger.spent.end
-
-    def spent(self) -> Spent:
-        """Return the spent budget so far."""
-        return replace(self.ledger.spent, begun=self.ledger.charged(self.trainer.state.step))
+        return self.account.end
 
     def begin_files(self) -> None:
         """Write config.yaml and the metrics. A report of an earlier model is removed."""
@@ -130,7 +126,7 @@ class Session:
             "seconds": self.seconds,
             "facts": self.task.compared,
             "start": self.task.start,
-            "parts": len(self.ledger.spent.earlier),
+            "parts": len(self.account.before),
         }
         checkpoint.save(self.where, state.tensors(), record)
 
@@ -150,10 +146,10 @@ class Session:
             # Divergence reveals information about the records, so a resume must count those steps.
             epoch = failure.step / self.plan.privacy.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
-            self.ledger.write(self.ledger.charged(failure.step))
+            self.account.record()
             self.write_metrics()
             raise
-        self.ledger.write(self.ledger.charged(self.trainer.state.step))
+        self.account.record()
         if self.ranks is not None:
             self.ranks.dismiss()
         self.save()
@@ -166,7 +162,7 @@ class Session:
         due, and progress is reported.
         """
         plan, trainer, state = self.plan, self.trainer, self.trainer.state
-        delta, stopped, chunk = plan.privacy.delta, False, state.chunk
+        stopped, chunk = False, state.chunk
         saved = shown = mark = time.perf_counter()
         cost = 0.0  # seconds of the last checkpoint
 
@@ -175,7 +171,6 @@ class Session:
             whole = pool.submit(self._epsilon, self.steps)
             ahead = pool.submit(self._epsilon, self._next(state.step))
             while not stopped and state.step < self.steps:
-                self.ledger.before(state.step + 1)
                 trainer.step()
                 step, reduced = state.step, state.chunk < chunk
                 stopped = stop()
@@ -194,7 +189,7 @@ class Session:
                     trainer.check_network()
                     epsilon = ahead.result()
                     if last and plan.search is None:  # like the report
-                        epsilon = total_epsilon(self.spent().events, delta)
+                        epsilon = self.account.epsilon
                     event = Evaluated(step, epoch, self.seconds, result, last)
                     self.scored = result if isinstance(result, Evaluation) else self.scored
                     self.history.append(metrics_line(event, epsilon, plan))
@@ -221,16 +216,16 @@ class Session:
 
     def _epsilon(self, step: int) -> float:
         """Return an upper bound of epsilon up to a step, exact for the last one of the run."""
-        plan, spent, delta = self.plan, self.ledger.spent, self.plan.privacy.delta
+        plan, account, delta = self.plan, self.account, self.plan.privacy.delta
         if plan.search is not None:  # whatever is shown of the best trial costs the whole search
             return plan.search.search.epsilon(delta)
-        part = replace(spent.event, steps=step - spent.base)
+        part = account.steps(step - account.base)
         epsilon = min(
-            total_epsilon((*spent.earlier, spent.event), delta),
-            total_epsilon((*spent.earlier, part), delta, widest=COARSE),
+            total_epsilon(account.planned, delta),
+            total_epsilon((*account.before, part), delta, widest=COARSE),
         )
         if plan.privacy.score is not None and step == self.steps:
-            epsilon = max(epsilon, total_epsilon((*spent.earlier, plan.privacy.score), delta))
+            epsilon = max(epsilon, total_epsilon((*account.before, plan.privacy.score), delta))
         return epsilon
 
     def write_metrics(self) -> None:

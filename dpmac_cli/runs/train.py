@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import flag_name
@@ -27,11 +27,12 @@ from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.ledger import Ledger, Spent, read_spent
+from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
-from dpmac_cli.runs.trainer import make_trainer
+from dpmac_cli.runs.trainer import make_trainer, unit_of
 from dpmac_cli.runs.workers import brief_workers
+from dpmac_cli.step import account_facts
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
 
@@ -42,15 +43,19 @@ class Inherited:
 
     Attributes:
         saved: the checkpoint; None for a new run.
-        spent: budget spent by all previous sessions, and the part that begins.
+        earlier: accounts of all that was done to the records before.
+        base: step after which it begins.
+        target: epsilon that the run was calibrated for; None without, and in a new folder.
         notes: messages for the user.
-        before: budget of the run as it was; None for a run in a new folder.
+        account: account of the run as it was; None for a run in a new folder.
     """
 
-    saved: checkpoint.Checkpoint | None
-    spent: Spent
+    saved: checkpoint.Checkpoint | None = None
+    earlier: tuple[Account, ...] = ()
+    base: int = 0
+    target: float | None = None
     notes: tuple[str, ...] = ()
-    before: Spent | None = None
+    account: Account | None = None
 
 
 def new_run(
@@ -63,8 +68,9 @@ def new_run(
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
         folder.check_place(plan)
-        spent = Spent(earlier, plan.privacy.event, target=plan.privacy.target)
-        session = _session(plan, Inherited(None, spent), stop, data, ranks)
+        accounts = tuple(map(done, earlier))
+        before = Inherited(earlier=accounts, target=plan.privacy.target)
+        session = _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
 
@@ -76,7 +82,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
         folder.remove_state(where)
-        session.ledger.write(session.ledger.spent.begun)
+        session.account.record()
         folder.clear(where, keep_ledger=True)
         session.begin_files()
         session.save()  # so the run can be resumed from the start
@@ -99,7 +105,7 @@ def continued_run(
             plan, before = _continued(run, given, elsewhere=elsewhere)
             session = _session(plan, before, stop, data, ranks)
             if not elsewhere:
-                session.ledger.write(session.ledger.spent.begun)
+                session.account.record()
                 session.begin_files()
                 yield from session.drive(stop)
         if elsewhere:
@@ -119,19 +125,18 @@ def _session(
         check_single_process()
     elif plan.privacy.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
-    saved, steps = before.saved, _last_step(plan, before)
-    spent = _spent(plan, before.spent, steps)
-    keys = make_keys(plan.settings.seed, base=spent.base, part=len(spent.earlier))
+    saved, ledger = before.saved, _ledger(plan, before)
+    keys = make_keys(plan.settings.seed, base=ledger.base, part=len(ledger.before))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
         keys = replace(keys, init=saved.record.start.to_bytes(4, "little"))
     with heard_by(partial(_interrupt, stop)):
         task = prepare(plan, device, keys, data)
     if saved is not None:
         _check_same(task.compared, saved.record.facts)
-    trainer = make_trainer(plan, task, keys, steps=steps, ranks=ranks)
+    trainer = make_trainer(plan, task, keys, ledger, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, dict(saved.record.state))
-    where = folder.make_place(plan)
+    ledger.run = where = folder.make_place(plan)
     if ranks is not None:
         brief_workers(ranks, plan, where, task, trainer, keys)
     return Session(
@@ -139,11 +144,11 @@ def _session(
         task=task,
         trainer=trainer,
         where=where,
-        ledger=Ledger(where, spent),
+        account=ledger,
         ranks=ranks,
         history=[] if saved is None else saved.record.lines,
         seconds=0.0 if saved is None else saved.record.seconds,
-        notes=(*before.notes, *_budget(plan, before, spent), *task.notes, *trainer.notes),
+        notes=(*before.notes, *_budget(plan, before, ledger), *task.notes, *trainer.notes),
     )
 
 
@@ -153,69 +158,64 @@ def _interrupt(stop: Callable[[], bool], _: Computing) -> None:
         raise KeyboardInterrupt
 
 
-def _last_step(plan: TrainPlan, before: Inherited) -> int:
-    """Return the last step that the budget allows.
+def _ledger(plan: TrainPlan, before: Inherited) -> Ledger:
+    """Return the account of a session, with the steps that the budget allows.
 
     A run that was calibrated for an epsilon keeps to it when it is resumed: it ends as many steps
     earlier as were lost, at once if there are none left.
     """
-    privacy, spent = plan.privacy, before.spent
-    rest = privacy.event_of(privacy.steps - spent.base)
-    budget = min(privacy.max_epsilon, spent.kept_to)
-    others = spent.earlier if privacy.score is None else (*spent.earlier, privacy.score)
+    privacy = plan.privacy
+    ledger = Ledger(
+        event=privacy.event_of(privacy.steps - before.base),
+        base=before.base,
+        begun=before.base,
+        score=privacy.score,
+        earlier=before.earlier,
+        target=before.target,
+        **account_facts(plan, unit_of(privacy, plan.data)),
+    )
     try:
-        steps = affordable_steps(rest, privacy.delta, budget, others)
+        ledger.shorten()
     except BudgetError:
-        if before.before is None:
+        if before.account is None:
             raise
-        steps = 0
-    return spent.base + steps
+        ledger.event = ledger.steps(0)
+    return ledger
 
 
-def _budget(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
+def _budget(plan: TrainPlan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return notes on the budget that ends a run before its last step, and on lost steps."""
-    return (*_limited(plan, spent), *_lost(plan, before, spent))
+    return (*_limited(plan, account), *_lost(plan, before, account))
 
 
-def _limited(plan: TrainPlan, spent: Spent) -> tuple[str, ...]:
+def _limited(plan: TrainPlan, account: Account) -> tuple[str, ...]:
     """Return a note on the budget that ends a run before its last step; () if none does."""
-    privacy, target = plan.privacy, spent.kept_to
-    if spent.end >= privacy.steps:
+    privacy, target = plan.privacy, account.kept_to
+    if account.end >= privacy.steps:
         return ()
     budget = f"--max-epsilon {privacy.max_epsilon:g}"
     if target < privacy.max_epsilon:
         budget = f"the epsilon of {target:g} that the run was calibrated for"
-    return (f"{budget} allows {spent.end:,} of {privacy.steps:,} steps.",)
+    return (f"{budget} allows {account.end:,} of {privacy.steps:,} steps.",)
 
 
-def _lost(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
+def _lost(plan: TrainPlan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return a note on the cost of an interruption; () if it cost nothing."""
-    privacy, was = plan.privacy, before.before
+    privacy, was = plan.privacy, before.account
     if was is None or not privacy.private:
         return ()
-    parts = (was.begun - was.base, privacy.steps - spent.base, privacy.steps - was.base)
-    done, rest, planned = (privacy.event_of(steps).compositions for steps in parts)
-    if (count := done + rest - planned) == 0:
+    parts = (was.begun - was.base, privacy.steps - account.base, privacy.steps - was.base)
+    begun, rest, planned = (privacy.event_of(steps).compositions for steps in parts)
+    if (count := begun + rest - planned) == 0:
         return ()
     of = privacy.event.compositions
     what = "epochs" if privacy.event.sampling.once_an_epoch else "steps"
     said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
-    if spent.end < privacy.steps:
-        return (f"{said}: training ends after step {spent.end:,}, to stay within the budget.",)
-    whole = (*was.earlier, privacy.event_of(privacy.steps - was.base))
-    old, new = total_epsilon(whole, privacy.delta), total_epsilon(spent.planned, privacy.delta)
+    if account.end < privacy.steps:
+        return (f"{said}: training ends after step {account.end:,}, to stay within the budget.",)
+    whole = (*was.before, privacy.event_of(privacy.steps - was.base))
+    old, new = total_epsilon(whole, privacy.delta), total_epsilon(account.planned, privacy.delta)
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
-
-
-def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
-    """Return what a session that ends at step ``steps`` may spend, and what was spent before."""
-    return replace(
-        before,
-        event=plan.privacy.event_of(steps - before.base),
-        seeded=before.seeded or plan.settings.seed is not None,
-        secure=before.secure and plan.settings.secure,
-        score=plan.privacy.score,
-    )
 
 
 #: Settings that no resume can change, not even one into another folder.
@@ -233,7 +233,7 @@ def _continued(
     run: Path, given: Mapping[str, Any], *, elsewhere: bool
 ) -> tuple[TrainPlan, Inherited]:
     """Return the plan of a run that continues, and what it inherits. Raises InputError."""
-    saved, spent = checkpoint.read(run), read_spent(run)
+    saved, account = checkpoint.read(run), read_ledger(run)
     recorded, step = saved.record.config, saved.step
     if saved.record.searched:
         raise InputError(
@@ -246,12 +246,12 @@ def _continued(
         f"--force --out {run}."
     )
     # A ledger that was put back from a backup does not know the later parts of its run.
-    if spent is None or spent.begun < step or len(spent.earlier) < saved.record.parts:
+    if account is None or account.begun < step or len(account.before) < saved.record.parts:
         raise InputError(damaged)
     _check_changes(run, by_setting(recorded), given, elsewhere=elsewhere)
     resolved = resolve(given, by_setting(recorded))
     plan, privacy = resolved.plan, resolved.plan.privacy
-    if privacy.private != bool(spent.event.noise_multiplier):
+    if privacy.private != bool(account.event.noise_multiplier):
         raise InputError(damaged)
     if privacy.canaries:
         raise InputError(
@@ -260,14 +260,15 @@ def _continued(
         )
     if elsewhere:
         _check_elsewhere(run, plan, step)
-        return plan, Inherited(saved, replace(spent.continued(step), target=None), resolved.notes)
-    if step >= spent.end and folder.is_published(run):
+        return plan, Inherited(saved, account.past, step, notes=resolved.notes)
+    if step >= account.end and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {privacy.steps} steps. To train longer: "
             f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "
             f"(N above {step // privacy.steps_per_epoch})"
         )
-    return plan.placed(run), Inherited(saved, spent.continued(step), resolved.notes, spent)
+    inherited = Inherited(saved, account.past, step, account.target, resolved.notes, account)
+    return plan.placed(run), inherited
 
 
 def _check_changes(

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.events import score_event
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.dp.losses import Loss, check_loss
@@ -19,11 +21,12 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
-from dpmac_cli.step import Step, carry, mechanism_of, steps_of
+from dpmac_cli.step import Step, mechanism_of, steps_of
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.lineage import attach
 from dpmac_cli.training.private_scores import PrivateScore, release_score
 
 
@@ -75,6 +78,7 @@ class Trainer(Step):
         (sigma, noise), step = self.covered, self.state.step
         if step < self.plan.steps:
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
+        self.account.begin(score_event(sigma))  # before any test record is read
         result = self.evaluate(covered=True)
         return release_score(result, self.data.test.units, sigma, noise.at(step))
 
@@ -83,8 +87,8 @@ def make_trainer(
     plan: TrainPlan,
     task: PreparedRun,
     keys: Keys,
+    account: Account,
     *,
-    steps: int,
     ranks: Ranks | None = None,
     loss: Loss | None = None,
     weigh: Weigh | None = None,
@@ -95,7 +99,7 @@ def make_trainer(
         plan: plan of the run.
         task: result of :func:`~dpmac_cli.runs.prepare.prepare`, whose network is trained in place.
         keys: secret keys. Ranks other than the first only use the key of the layers.
-        steps: last step.
+        account: counts the steps, of which it plans the last one, and is carried by the network.
         ranks: the processes of the run.
         loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
             on each sample separately.
@@ -111,7 +115,7 @@ def make_trainer(
         outputs, labels = map(torch.from_numpy, plan.data.facts.task.examples())
         check_loss(loss, outputs.to(device), labels.to(device))
     privacy, secure, rank = plan.privacy, plan.settings.secure, 0 if ranks is None else ranks.rank
-    fixed = steps_of(plan, steps, device)
+    fixed = steps_of(plan, account.end, device)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
@@ -124,10 +128,11 @@ def make_trainer(
             plan=fixed,
             sampler=_sampler(plan, keys) if rank == 0 else None,
             noise=Noise(keys.noise, secure=secure) if rank == 0 else None,
-            training=carry(task.model, plan, unit_of(privacy, plan.data)),
+            account=account,
             hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
+    attach(task.model, account)
     if privacy.score is not None and rank == 0:
         trainer.covered = privacy.score.noise_multiplier, Noise(keys.scores, secure=True)
     return trainer

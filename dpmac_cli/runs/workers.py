@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.sources import by_flag, by_setting
@@ -57,7 +58,8 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
             task = prepare(plan, choose_device(plan.device, ranks), keys)
-            trainer = make_trainer(plan, task, keys, steps=said["steps"], ranks=ranks)
+            account = Account(event=plan.privacy.event_of(said["steps"]))  # rank 0 has the ledger
+            trainer = make_trainer(plan, task, keys, account, ranks=ranks)
             _agree(ranks, plan, task, trainer)
             trainer.state.go_to(said["numbers"])
             while True:
