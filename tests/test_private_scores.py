@@ -162,12 +162,12 @@ def test_the_score_is_charged_once_the_last_step_may_have_begun(tmp_path: Path) 
         for begun in range(base, end + 1):
             account = Ledger(event=part, base=base, begun=begun, score=score, run=tmp_path)
             account.record()
-            assert tested(tmp_path) == [score] * (base < begun == end)
+            assert of_test_records(tmp_path) == [score] * (base < begun == end)
             account.begin(score)
-            assert tested(tmp_path) == [score]
+            assert of_test_records(tmp_path) == [score]
 
 
-def tested(run: Path) -> list[TrainingEvent]:
+def of_test_records(run: Path) -> list[TrainingEvent]:
     """The events on test records in the ledger of a run."""
     found = read_ledger(run)
     assert found is not None

@@ -106,15 +106,15 @@ def test_a_checkpoint_whose_weights_were_altered_is_not_resumed() -> None:
 
 def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a run in a step, reserving none ahead."""
-    take = Trainer.step
+    draw = Trainer._draw
 
-    def taken(trainer: Trainer) -> None:
+    def drawn(trainer: Trainer) -> Any:
         if trainer.state.step == step - 1:
             raise Killed
-        take(trainer)
+        return draw(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", taken)
+        patch.setattr(Trainer, "_draw", drawn)
         with pytest.raises(Killed):
             finish(run.train(plan))
 

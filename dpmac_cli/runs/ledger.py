@@ -6,9 +6,10 @@ Imports no torch.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account, done
@@ -36,9 +37,12 @@ class Ledger(Account):
     run: Path | None = None
     reserved: int = 0
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Return how to copy a network's account: without the folder, whose name may be private."""
-        return self.alone().__reduce_ex__(protocol)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the account of a network without the folder, whose name may be private."""
+        alone = self.alone()
+        return partial(
+            Account, **{each.name: getattr(alone, each.name) for each in fields(alone)}
+        ), ()
 
     def record_before(self, event: TrainingEvent) -> None:
         """Record an event on disk, and reserve at most a hundredth of all steps. Raises OSError."""
