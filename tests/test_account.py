@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dpmac_cli import BudgetError, ModelError, finish, make_private, resolve, resume, train
+from dpmac_cli import BudgetError, ModelError, files, finish, make_private, resolve, resume, train
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
@@ -18,7 +18,6 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.step import Step
-from dpmac_cli.storage import files
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import after, digits_config
 from tests.digits_runs import digits_network as network
