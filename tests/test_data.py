@@ -7,10 +7,10 @@ import pytest
 import torch
 from torchvision.datasets import mnist
 
+from dpmac_cli.data import published
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Records
 from dpmac_cli.errors import InputError
-from dpmac_cli.models import loaders
 from dpmac_cli.models.dataset import Data, Split, fingerprint
 from dpmac_cli.models.loaders import load_data
 
@@ -58,7 +58,7 @@ def test_a_single_changed_value_is_noticed(
     changed = images.view(-1) if part == "images" else labels
     changed[-1] = 1 - changed[-1].clamp(max=1)
     parts = [records(digits.train), records(Split(images, labels))]
-    monkeypatch.setattr(loaders, "_digits", lambda: parts)
+    monkeypatch.setattr(published, "_digits", lambda: parts)
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     message = str(caught.value)
