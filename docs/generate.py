@@ -49,11 +49,11 @@ API_GROUPS = {
     "runs": "Events of a run",
     "step": "Private steps on your own batches",
     "config": "Settings",
-    "accounting": "Sampling and privacy costs",
+    "accounting": "Privacy costs",
     "studies": "Studies",
     "optim": "Your own optimizer",
     "dp": "Regions, mechanisms and moments",
-    "randomness": "Randomness",
+    "randomness": "Sampling and randomness",
     "errors": "Failures",
 }
 INTRODUCTION = """\

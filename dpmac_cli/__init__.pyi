@@ -6,8 +6,6 @@ from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
-from .accounting.sampling import Poisson as Poisson
-from .accounting.sampling import RandomAllocation as RandomAllocation
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.resolve import resolve as resolve
@@ -34,6 +32,8 @@ from .errors import RunError as RunError
 from .optim import Optimizer as Optimizer
 from .optim import register_optimizer as register_optimizer
 from .randomness.noise import Noise as Noise
+from .randomness.sampling import Poisson as Poisson
+from .randomness.sampling import RandomAllocation as RandomAllocation
 from .release.model_file import load_model as load_model
 from .release.prediction import predict as predict
 from .release.prediction import score as score

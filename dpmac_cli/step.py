@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 
 from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.sampling import BatchSampling
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
@@ -72,7 +71,7 @@ from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.randomness.sampling import Indices, Sampler
+from dpmac_cli.randomness.sampling import BatchSampling, Indices, Sampler
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from dpmac_cli import ArrayData, PrivateStep, ball, clipped_grad, make_private
-from dpmac_cli.accounting.sampling import Poisson
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.modes import evaluating
+from dpmac_cli.randomness.sampling import Poisson
 from tests.helpers import equal_keys
 
 RECORDS, COLUMNS, CLASSES = 30, 6, 3

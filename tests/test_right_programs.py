@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli import PrivateStep, ball, clipped_grad
-from dpmac_cli.accounting.sampling import Poisson
 from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.clipping.batches import Structure, tensors_in
 from dpmac_cli.models.trial_samples import Objective, fitted
+from dpmac_cli.randomness.sampling import Poisson
 from dpmac_cli.training import chunks
 
 RECORDS, COLUMNS, CLASSES, RADIUS = 12, 5, 3, 1e-3

@@ -12,10 +12,16 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
-from dpmac_cli.accounting.sampling import BatchSampling, Poisson, RandomAllocation
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
-from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
+from dpmac_cli.randomness.sampling import (
+    BatchSampling,
+    KeyedSampler,
+    Poisson,
+    RandomAllocation,
+    Sampler,
+    SecureDraws,
+)
 from tests.digits_runs import run_trainer
 from tests.helpers import a_key
 
