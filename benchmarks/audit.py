@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 from common import append_line, parser_of, read_lines
 
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -27,6 +26,7 @@ from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
 from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.resolve import resolve
 
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common.

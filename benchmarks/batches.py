@@ -60,9 +60,9 @@ class Runs:
             plan = resolve({**flags, "recipe": "paper", "epochs": EPOCHS, "device": self._device})
             keys = make_keys(seed)
             task = prepare(plan.plan, choose_device(self._device), keys)
-            account = Account(event=plan.plan.privacy.event)
+            account = Account(event=plan.plan.event)
             trainer = make_trainer(plan.plan, task, keys, account)
-            for _ in range(plan.plan.privacy.steps):
+            for _ in range(plan.plan.event.steps):
                 trainer.step()
             found = round(100 * trainer.evaluate().accuracy, 2)
             append_line(self._file, {**flags, "accuracy": found, "device": self._device})

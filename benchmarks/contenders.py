@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
@@ -35,10 +34,10 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.schedules import StepPlan
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -311,20 +310,15 @@ def ours(
         )
         noise = Noise(keys.noise, secure=secure)
     model = size.build().to(data.gain.device)
-    plan = StepPlan(
-        steps=10**6,
-        steps_per_epoch=100,
-        physical_batch=config.gpu_batch if data.gain.is_cuda else config.settings.physical_batch,
-    )
     with full_float32():
         trainer = Trainer(
-            DataSum(model, data, plan, mechanism.expected_batch, None),
-            optimizer=config.optimizer,
+            DataSum(model, data, config, mechanism.expected_batch, None),
+            plan=config,
+            steps=10**6,
             mechanism=mechanism,
-            plan=plan,
             sampler=sampler,
             noise=noise,
-            account=Account(event=config.privacy.event_of(plan.steps)),
+            account=Account(event=config.event.first(10**6)),
             ranks=ranks,
         )
     return trainer.step

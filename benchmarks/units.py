@@ -18,10 +18,10 @@ import torch
 from common import append_line, parser_of, read_lines
 from matplotlib import pyplot as plt
 
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.files import data_folder
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.run import finish, train
+from dpmac_cli.runs.resolve import resolve
 
 EPSILONS = (1.0, 3.0, 8.0)
 SEEDS = (0, 1, 2)

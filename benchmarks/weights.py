@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli import ArrayData
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.run import finish, train
+from dpmac_cli.runs.resolve import resolve
 
 RECORDS, TRAINED = 30_000, 24_000
 SHARES = "0.94,0.06"

@@ -22,13 +22,13 @@ from dpmac_cli.cli.app import load_command
 from dpmac_cli.config.defaults import EPSILON, completed
 from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import EXCLUSIVE, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source, dataset_of
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import NETWORK
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from dpmac_cli.cli.display import RunDisplay
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.run import train
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Update
 
 COMMAND = "dpmac train --dataset digits"

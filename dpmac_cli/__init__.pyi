@@ -8,7 +8,6 @@ from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
-from .config.resolve import resolve as resolve
 from .config.settings import Settings as Settings
 from .data.in_memory import ArrayData as ArrayData
 from .data.in_memory import from_dataframe as from_dataframe
@@ -42,6 +41,7 @@ from .release.publish import Finished as Finished
 from .release.run import finish as finish
 from .release.run import resume as resume
 from .release.run import train as train
+from .runs.resolve import resolve as resolve
 from .runs.session import Evaluated as Evaluated
 from .runs.session import Started as Started
 from .runs.session import Update as Update

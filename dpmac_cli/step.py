@@ -20,10 +20,15 @@ from torch.utils.data import default_collate
 from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
-from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
-from dpmac_cli.config.resolve import resolve_batches
+from dpmac_cli.config import checks
+from dpmac_cli.config.class_weights import mean_weight
+from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.planning import plan as plan_run
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import given_settings
+from dpmac_cli.data.registry import Defaults
+from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
     Batch,
@@ -67,11 +72,11 @@ from dpmac_cli.models.trial_samples import (
     trained_parts,
 )
 from dpmac_cli.models.validation import check_trial
-from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import BatchSampling, Indices, Sampler
+from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
@@ -95,7 +100,7 @@ from dpmac_cli.training.loading import (
     first_row,
     size_of,
 )
-from dpmac_cli.training.schedules import StepPlan
+from dpmac_cli.training.schedules import decay, rate
 from dpmac_cli.training.state import TrainState
 from dpmac_cli.training.torch_datasets import check_copies
 
@@ -127,9 +132,10 @@ class Step(Unshared):
 
     Args:
         sums: clipped sum over the records of a step, and the network.
-        optimizer: geometry of the clipping, and rule of the update.
+        plan: settings of the steps, and the optimizer: geometry of the clipping, and rule of the
+            update.
+        steps: last step.
         mechanism: adds the noise.
-        plan: number of steps, and what else is fixed about every one.
         sampler: draws the records, or units, of each step, or names those of a batch that a loader
             drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
@@ -149,9 +155,9 @@ class Step(Unshared):
         self,
         sums: ChunkedSum,
         *,
-        optimizer: Optimizer,
+        plan: Plan,
+        steps: int,
         mechanism: GaussianMechanism,
-        plan: StepPlan,
         sampler: Sampler | None,
         noise: Noise | None,
         account: Account,
@@ -163,19 +169,19 @@ class Step(Unshared):
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
-        self.geometry = geometry_of(optimizer) if plan.private else Ball(NO_CLIPPING)
-        self.optimizer, self.plan, self.account, self.hooks = optimizer, plan, account, hooks
+        self.geometry = geometry_of(plan.optimizer) if plan.private else Ball(NO_CLIPPING)
+        self.plan, self.steps, self.account, self.hooks = plan, steps, account, hooks
         self._ranks = ranks or Ranks()
         theta = sums.theta
         _check_rounding(mechanism, sums.size)
         region, spread = self._first_region()
         self.state = TrainState(
             theta=theta,
-            moments=Moments.before(theta, optimizer.keeps),
+            moments=Moments.before(theta, plan.optimizer.keeps),
             region=region,
             spread=spread,
             chunk=sums.chunk,
-            average=theta.clone() if plan.recipe.ema else None,
+            average=theta.clone() if plan.settings.ema else None,
         )
         self._scratch = torch.empty_like(region.centre)
         # Without rows of embeddings that are padding, so nothing below sees them.
@@ -218,7 +224,7 @@ class Step(Unshared):
         """
         with torch_failures_explained(), torch.inference_mode(False):
             self.step()
-            if self.state.step % self.plan.steps_per_epoch == 0:
+            if self.state.step % self.plan.event.steps_per_epoch == 0:
                 self.check_finite()
                 self.check_network()
         return self.state.step
@@ -268,20 +274,21 @@ class Step(Unshared):
         state = self.state
         region, moments = part_of(state.region, block), part_of(state.moments, block)
         spread = None if state.spread is None else part_of(state.spread, block)
-        theta, recipe = state.theta[block], self.plan.recipe
-        eta = self.optimizer.lr * recipe.rate(state.step, self.plan.steps)
-        if recipe.weight_decay:
-            theta.mul_(1 - eta * recipe.weight_decay)
-        if self.optimizer.proportional:
-            eta /= recipe.loss.mean_weight
-        self.optimizer.update(theta, eta, private, moments)  # lines 12 to 15
+        theta, settings, optimizer = state.theta[block], self.plan.settings, self.plan.optimizer
+        eta = optimizer.lr * rate(settings, state.step, self.steps)
+        if settings.weight_decay:
+            theta.mul_(1 - eta * settings.weight_decay)
+        if optimizer.proportional:
+            eta /= mean_weight(settings)
+        optimizer.update(theta, eta, private, moments)  # lines 12 to 15
         return self.geometry.next(private, moments, region, spread)  # lines 16 to 20
 
     def _end(self, parts: list[Ellipsoid]) -> None:
         """Set the next region, whose parts are given, and average theta."""
         state = self.state
-        if state.average is not None:
-            state.average.lerp_(state.theta, 1 - self.plan.recipe.decay(state.step))
+        ema = self.plan.settings.ema
+        if state.average is not None and ema is not None:
+            state.average.lerp_(state.theta, 1 - decay(ema, state.step))
         state.region = joined(state.region, parts)
         for hook in self.hooks:
             hook.end()
@@ -318,31 +325,21 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
         )
 
 
-def steps_of(plan: TrainPlan, steps: int, device: torch.device) -> StepPlan:
-    """Return what is fixed about every step up to the last one, ``steps``."""
-    return StepPlan(
-        steps=steps,
-        steps_per_epoch=plan.privacy.steps_per_epoch,
-        physical_batch=plan.physical_batch_on(device.type),
-        private=plan.privacy.private,
-        recipe=plan.recipe,
-    )
-
-
-def mechanism_of(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
+def mechanism_of(plan: Plan) -> GaussianMechanism:
     """Return the mechanism with the noise of a plan. Raises ValueError for private runs without."""
-    if privacy.private and privacy.sigma == 0:
+    sigma = plan.event.noise_multiplier
+    if plan.private and sigma == 0:
         raise ValueError("a private run needs noise")
-    kind = SecureMechanism if secure else GaussianMechanism
-    return kind(privacy.sigma, privacy.batch_size)
+    kind = SecureMechanism if plan.settings.secure else GaussianMechanism
+    return kind(sigma, plan.settings.batch_size)
 
 
-def account_facts(plan: TrainPlan, unit: tuple[str, str]) -> dict[str, Any]:
+def account_facts(plan: Plan, unit: tuple[str, str]) -> dict[str, Any]:
     """Return what an account of a training holds of its plan, by the names of its attributes."""
-    privacy, settings = plan.privacy, plan.settings
+    settings = plan.settings
     return {
-        "delta": privacy.delta,
-        "max_epsilon": privacy.max_epsilon,
+        "delta": settings.delta,
+        "max_epsilon": plan.max_epsilon,
         "unit": unit,
         "seeded": settings.seed is not None,
         "secure": settings.secure,
@@ -362,7 +359,7 @@ class PrivateProgram(Unshared):
 
     def _begin(
         self,
-        plan: TrainPlan,
+        plan: Plan,
         unit: tuple[str, str],
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
@@ -371,7 +368,7 @@ class PrivateProgram(Unshared):
         check_single_process()
         self._plan, self._notes = plan, notes
         self._account = Account(
-            event=plan.privacy.event,
+            event=plan.event,
             earlier=tuple(account.alone() for account in earlier),
             **account_facts(plan, unit),
         )
@@ -395,7 +392,7 @@ class PrivateProgram(Unshared):
         """
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
         of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
-        return (*private_notes(self._plan), *of_steps)
+        return (*checks.private_notes(self._plan), *of_steps)
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size
@@ -417,9 +414,9 @@ class PrivateProgram(Unshared):
         return self._account.base if self._step is None else self._step.state.step
 
     @property
-    def privacy(self) -> PrivacyPlan:
-        """Return the plan of the privacy cost: event, delta, and ``max_epsilon``."""
-        return self._plan.privacy
+    def plan(self) -> Plan:
+        """Return the plan of the training: its settings, and its event with the noise."""
+        return self._plan
 
     @property
     def event(self) -> TrainingEvent:
@@ -432,12 +429,12 @@ class PrivateProgram(Unshared):
     @property
     def delta(self) -> float:
         """Return delta of the guarantee."""
-        return self.privacy.delta
+        return self._plan.settings.delta
 
     @property
     def sigma(self) -> float:
         """Return the noise multiplier."""
-        return self.privacy.sigma
+        return self._plan.event.noise_multiplier
 
     @property
     def epsilon(self) -> float:
@@ -447,7 +444,7 @@ class PrivateProgram(Unshared):
     @property
     def statement(self) -> str:
         """Return the meaning of the guarantee."""
-        unit, account = self.privacy.unit, self._account
+        unit, account = self._plan.unit, self._account
         seeded = account.seeded
         return statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
 
@@ -467,7 +464,7 @@ class PrivateProgram(Unshared):
         settings = self._plan.settings.replace(lr=optimizer.lr)
         self._plan = replace(self._plan, optimizer=optimizer, settings=settings)
         if self._step is not None:
-            self._step.optimizer = optimizer
+            self._step.plan = self._plan
 
     def _check_budget(self) -> None:
         """Raise BudgetError if all steps have begun; InputError in one of several processes.
@@ -531,7 +528,7 @@ class PrivateStep(PrivateProgram):
         *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
         *("_structure", "_sums", "_weigh"),
     )
-    _plan: TrainPlan
+    _plan: Plan
 
     def __init__(
         self,
@@ -557,8 +554,11 @@ class PrivateStep(PrivateProgram):
         }
         settings: dict[str, Any] = {**keywords, **named}
         before = tuple(event for account in earlier for event in account.own)
-        plan, notes = resolve_batches(sampling.n, settings, before)
-        plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))  # nothing is scored or published
+        given = given_settings(settings)
+        plan = plan_run(given, _facts_of_batches(sampling, given.model), earlier=before)
+        notes = checks.notes(plan, given.explicit)
+        # Nothing is scored or published.
+        plan = replace(plan, settings=plan.settings.replace(ema=None))
         self._begin(plan, RECORD_UNIT, earlier, notes)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
@@ -614,7 +614,7 @@ class PrivateStep(PrivateProgram):
 
     def _leave_epoch(self) -> None:
         """Begin another epoch, and count the steps that are left out of the one that was begun."""
-        event, step = self.privacy.event, self._step
+        event, step = self._plan.event, self._step
         if step is None or not event.sampling.once_an_epoch:
             return
         account = self._account
@@ -622,7 +622,7 @@ class PrivateStep(PrivateProgram):
         rest = min(rest, account.remaining)
         account.begin(account.steps(rest))
         self._left_out += rest
-        step.plan = replace(step.plan, steps=len(self))
+        step.steps = len(self)
 
     def _drawn_from(
         self, records: OneByOne, structure: Structure, workers: int, number: int
@@ -713,19 +713,19 @@ class PrivateStep(PrivateProgram):
             )
         accounts = (*earlier, replace(last, begun=last.base + taken))
         check_composable(accounts, RECORD_UNIT)
-        privacy, step, steps = self.privacy, saved["numbers"]["step"], self._account.end
+        plan, step, steps = self._plan, saved["numbers"]["step"], self._account.end
         self._account = Account(
-            event=privacy.event_of(max(0, steps - step)),
+            event=plan.event.first(max(0, steps - step)),
             base=step,
             begun=step,
             earlier=accounts,
-            target=privacy.target,
-            **account_facts(self._plan, RECORD_UNIT),
+            target=plan.settings.epsilon,
+            **account_facts(plan, RECORD_UNIT),
         )
         try:
             self._account.shorten()
         except BudgetError:
-            self._account.event = privacy.event_of(0)
+            self._account.event = plan.event.first(0)
         self.lr = saved["lr"]
         self._keys = make_keys(None, base=step)
         self._loaders += 1  # those created before have other keys
@@ -745,18 +745,17 @@ class PrivateStep(PrivateProgram):
             self._weigh.check_example(structure.template, NOTHING)
         structure = fitted(objective, structure)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
-        steps = steps_of(plan, self._account.end, device_of(objective))
-        secure = plan.settings.secure
+        rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
         with full_float32():
-            draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
-            sums = BatchSum(objective, structure, draws, steps.physical_batch, batch, self._weigh)
+            draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
+            sums = BatchSum(objective, structure, draws, rows, batch, self._weigh)
             self._step = Step(
                 sums,
-                optimizer=plan.optimizer,
-                mechanism=mechanism_of(plan.privacy, secure=secure),
-                plan=steps,
+                plan=plan,
+                steps=self._account.end,
+                mechanism=mechanism_of(plan),
                 sampler=sums,
-                noise=Noise(keys.noise, secure=secure),
+                noise=Noise(keys.noise, secure=plan.settings.secure),
                 account=self._account,
             )
         attach(objective, self._account)  # a loss may have parameters, too
@@ -766,6 +765,26 @@ class PrivateStep(PrivateProgram):
         parts = [trained_parts(objective, sums.size)] * frozen
         self._notes = (*self._notes, *parts, *modes, *sums.notes)
         return self._step
+
+
+#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
+BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
+
+
+def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
+    """Return facts of records that a program supplies, of which their number alone matters."""
+    defaults = Defaults(model, sampling.batch_size, physical_batch=RECORDS_AT_A_TIME)
+    return DataFacts(
+        name=BATCHES,
+        train_size=sampling.n,
+        test_size=0,
+        shape=(1, 1, 1),
+        task=Classification(("0", "1")),  # no setting of a step depends on it
+        mean=(),
+        std=(),
+        defaults=defaults,
+        about="",
+    )
 
 
 def _check_arguments(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli.config import resolve as resolving
+from dpmac_cli.config import plan
 from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import named_as_flags
@@ -207,8 +207,8 @@ def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A trial of a search has half the target.
     """
-    monkeypatch.setattr(resolving, "calibrate_noise", lambda *of, **_: 8 / of[2])
-    monkeypatch.setattr(resolving, "total_epsilon", lambda *_: 1.0)
+    monkeypatch.setattr(plan, "calibrate_noise", lambda *of, **_: 8 / of[2])
+    monkeypatch.setattr(plan, "total_epsilon", lambda *_: 1.0)
     monkeypatch.setattr(search, "calibrate_search", lambda *of: of[2] / 2)
 
 

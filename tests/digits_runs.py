@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import heard_by
@@ -21,6 +20,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from tests.typed import dpmac
 
@@ -47,7 +47,7 @@ def digits_network() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
 
 
-def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
+def digits_config(file: Path | None = None, **flags: Any) -> Plan:
     """The configuration of a run of three steps with :data:`SIGMA`, unless told otherwise."""
     short: dict[str, Any] = {}
     if file is None:
@@ -66,7 +66,7 @@ def after(steps: int) -> Callable[[], bool]:
 
 
 def train_events(
-    config: TrainPlan, stop: Callable[[], bool] = lambda: False
+    config: Plan, stop: Callable[[], bool] = lambda: False
 ) -> tuple[list[Any], Finished]:
     """Run to the end: everything that happened, with progress, and the last of it."""
     events: list[Any] = []
@@ -77,12 +77,12 @@ def train_events(
 
 
 def run_trainer(
-    plan: TrainPlan, *, keys: Keys | None = None, steps: int | None = None, **given: Any
+    plan: Plan, *, keys: Keys | None = None, steps: int | None = None, **given: Any
 ) -> Trainer:
     """The trainer of a run; ``given`` are data and model, if they are not the plan's."""
     keys = keys or make_keys(plan.settings.seed)
-    task = prepare(plan, choose_device(plan.device), keys, **given)
-    event = plan.privacy.event if steps is None else plan.privacy.event_of(steps)
+    task = prepare(plan, choose_device(plan.settings.device), keys, **given)
+    event = plan.event if steps is None else plan.event.first(steps)
     return make_trainer(plan, task, keys, Account(event=event))
 
 

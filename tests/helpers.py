@@ -15,8 +15,13 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.plan import optimizer_of as optimizer_of_settings
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
@@ -35,7 +40,6 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.schedules import StepPlan
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
@@ -62,7 +66,18 @@ HYPER = Hyperparameters()
 MECHANISM = GaussianMechanism(1.0, 8)
 #: The norm that small steps are clipped to.
 CLIP_LIMIT = clip_limit(1)
-PLAN = StepPlan(steps=20, steps_per_epoch=5, physical_batch=1000)
+
+
+def planned(*, steps: int = 20, steps_per_epoch: int = 5, unit: str = "", **given: Any) -> Plan:
+    """A plan of some settings, without a schedule, averages or views unless they are given."""
+    settings = Settings.model_validate({"recipe": "paper", "physical_batch": 1000, **given})
+    facts = DataFacts(**vars(DATASETS["digits"]), name="digits", unit=unit)
+    settings = completed(settings.replace(dataset="digits"), facts)
+    event = TrainingEvent(0.2, 1.0, steps, steps_per_epoch=steps_per_epoch)
+    return Plan(settings, facts, event, optimizer_of_settings(settings))
+
+
+PLAN = planned()
 
 
 def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: int = 0) -> Data:
@@ -220,7 +235,7 @@ def make_trainer(
     name: str,
     mechanism: GaussianMechanism = MECHANISM,
     *,
-    plan: StepPlan = PLAN,
+    plan: Plan = PLAN,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     data: Data | None = None,
@@ -240,15 +255,17 @@ def make_trainer(
         "poisson", size=records, rate=min(1.0, batch / records), steps=1, key=keys.sampler
     )
     leads = ranks is None or ranks.leads
-    layers = LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None
+    drawn = plan.settings.augment is not None or data.train.units
+    layers = LayerDraws(keys.layers) if drawn else None
+    plan = replace(plan, optimizer=optimizer_of(name, **hyper))
     rate = min(1.0, batch / records)
     event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6)
     with full_float32():
         return Trainer(
             DataSum(model or tiny_model(dtype), data, plan, mechanism.expected_batch, layers),
-            optimizer=optimizer_of(name, **hyper),
-            mechanism=mechanism,
             plan=plan,
+            steps=plan.event.steps,
+            mechanism=mechanism,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
             account=Account(event=event, seeded=True, secure=False),
@@ -276,9 +293,9 @@ def walk(trainer: Trainer, steps: int) -> Tensor:
     return torch.stack(thetas)
 
 
-def in_chunks_of(physical_batch: int) -> StepPlan:
+def in_chunks_of(physical_batch: int) -> Plan:
     """The plan with another physical batch."""
-    return replace(PLAN, physical_batch=physical_batch)
+    return planned(physical_batch=physical_batch)
 
 
 def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> NDArray[np.float64]:

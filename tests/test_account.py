@@ -280,4 +280,4 @@ def test_a_done_event_leaves_nothing() -> None:
     account = done(OTHER)
     assert (account.own, account.remaining, account.private) == ((OTHER,), 0, True)
     assert not done(replace(OTHER, noise_multiplier=0.0)).private
-    assert resolve(dataset="digits", sigma=6).plan.privacy.private
+    assert resolve(dataset="digits", sigma=6).plan.private

@@ -20,7 +20,7 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
 from dpmac_cli.accounting.events import LEAST_NOISE, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.runs.resolve import resolve
 from tests.tiers import one_in, pairs_short, rest_long
 
 pytestmark = pytest.mark.promise("price")
@@ -59,10 +59,10 @@ def digits(sampler: str, sigma: float = 1.5, steps: int = 60) -> TrainingEvent:
 @pytest.mark.parametrize(("sigma", "ours", "paper"), rest_long(MNIST_GOLDEN))
 def test_mnist_epsilons_of_the_paper(sigma: float, ours: float, paper: float) -> None:
     config = resolve({"dataset": "mnist", "sigma": sigma}).plan
-    assert (config.privacy.event.sampling_rate, config.privacy.steps) == (MNIST_RATE, 1175)
-    event = TrainingEvent(config.privacy.event.sampling_rate, sigma, config.privacy.steps)
-    assert total_epsilon((event,), config.privacy.delta) == pytest.approx(ours, abs=1e-3)
-    assert total_epsilon((event,), config.privacy.delta) <= paper
+    assert (config.event.sampling_rate, config.event.steps) == (MNIST_RATE, 1175)
+    event = TrainingEvent(config.event.sampling_rate, sigma, config.event.steps)
+    assert total_epsilon((event,), config.settings.delta) == pytest.approx(ours, abs=1e-3)
+    assert total_epsilon((event,), config.settings.delta) <= paper
 
 
 @pytest.mark.parametrize(("sampler", "price"), [("poisson", 0.785), ("random-allocation", 0.7314)])

@@ -320,7 +320,7 @@ def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool)
     canaries, sampler = canaries_of(trainer), trainer.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)
-    assert config.privacy.event_of(3).sampling_rate == rate
+    assert config.event.first(3).sampling_rate == rate
     steps, counts = 400, np.zeros(2437, np.int64)
     for step in range(1, steps + 1):
         counts[canaries.records(sampler.draw(step))] += 1

@@ -14,8 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dpmac_cli import files
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import image_folder
 from dpmac_cli.data.cache import (
     WHOLE,
@@ -35,6 +34,7 @@ from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import LISTENER, Computing
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import same_weights, train_events
 from tests.helpers import load
 
@@ -137,7 +137,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def plan_of(out: str = "run") -> TrainPlan:
+def plan_of(out: str = "run") -> Plan:
     plain = {"dataset": "photos", "model": "cnn", "sigma": 4, "batch_size": 16, "steps": 2}
     return resolve(plain, physical_batch=3, seed=1, out=out, device="cpu").plan
 
@@ -150,7 +150,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    source = plan_of().data.source
+    source = plan_of().facts.chosen
     assert load_data(source, Path(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)

@@ -1,10 +1,10 @@
 """Settings from flags and YAML: who wins, what is refused, and what is written back."""
 
-import math
+import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from operator import attrgetter
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,14 +17,14 @@ from dpmac_cli import ArrayData
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.cli.options import parameter
-from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Option, flag_name, options
 from dpmac_cli.config.named import RECIPES
-from dpmac_cli.config.resolve import Resolved
 from dpmac_cli.config.settings import Count, Settings
 from dpmac_cli.config.sources import by_flag, by_setting, given_settings, parse_settings, to_yaml
 from dpmac_cli.errors import InputError
-from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.runs import resolve as resolving
+from dpmac_cli.runs.resolve import Resolved
+from dpmac_cli.runs.session import config_file
 from tests.conftest import OPTIMIZER_NAMES
 from tests.tiny_bert import write_encoder, write_network
 
@@ -125,64 +125,13 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"optimizer": "dp-macadambc"} for name in ("gamma_prime", "phi")},
     "lora_rank": {"pretrained": __file__, "train": "lora"},
 }
-_FIELDS = {
-    "dataset": "data.dataset",
-    **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
-    **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
-    "tokens": "data.source.texts.limit",
-    "task": "data.source.task",
-    "data_dir": "data.folder",
-    "model": "network.model.name",
-    **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
-    "features": "network.features.kind",
-    "backbone": "network.features.kind",
-    "backbone_size": "network.features.size",
-    "backbone_flips": "network.features.flips",
-    "train": "network.trained.part",
-    "lora_rank": "network.trained.rank",
-    **{name: f"privacy.{name}" for name in ("steps", "batch_size", "sigma")},
-    **{name: f"privacy.{name}" for name in ("max_epsilon", "delta")},
-    "sampler": "privacy.event.sampler",
-    "canaries": "privacy.canaries",
-    "optimizer": "optimizer.name",
-    **{name: f"optimizer.{name}" for kind in OPTIMIZERS.values() for name in kind.used()},
-    "records_per_unit": "recipe.records",
-    "lr_schedule": "recipe.schedule",
-    "warmup_steps": "recipe.warmup",
-    "weight_decay": "recipe.weight_decay",
-    "ema": "recipe.ema",
-    "augmentations": "recipe.views",
-    "augment": "recipe.augment",
-    "loss": "recipe.loss.name",
-    "label_smoothing": "recipe.loss.smoothing",
-    **{name: f"settings.{name}" for name in ("seed", "secure", "metric")},
-    "device": "device",
-    "physical_batch": "settings.physical_batch",
-    "out": "settings.out",
-    "force": "settings.force",
-}
-#: Settings that no plan has: what is shown, and the target that noise is calibrated for.
-UNPLANNED = ("json", "quiet", "debug", "epsilon")
-#: The value of each other setting as it was typed, read off a plan.
-PLANNED: Mapping[str, Callable[[Any], Any]] = {
-    **{name: attrgetter(field) for name, field in _FIELDS.items()},
-    "recipe": lambda plan: plan.recorded["recipe"],
-    "pretrained": lambda plan: str(plan.network.pretrained),
-    "channels": lambda plan: str(plan.data.source.channels),
-    "classes": lambda plan: ",".join(plan.data.source.classes),
-    "shares": lambda plan: ",".join(f"{share:g}" for share in plan.recipe.loss.shares),
-    "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
-    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.source.feature_range),
-    "schema": lambda plan: plan.recorded["schema"],
-    "epochs": lambda plan: plan.privacy.steps / plan.privacy.steps_per_epoch,
-    "no_dp": lambda plan: not plan.privacy.private,
-    "cover_scores": lambda plan: plan.privacy.score is not None,
-    "checkpoint_every": lambda plan: str(plan.checkpoints.steps),
-}
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None, file: Path | None = None, **keywords: Any
+    flags: Mapping[str, Any] | None = None,
+    file: Path | None = None,
+    earlier: tuple[TrainingEvent, ...] = (),
+    **keywords: Any,
 ) -> Resolved:
     """Resolve settings, with the noise of the paper if a file names none: its plan is cheap."""
     given = {**(flags or {}), **keywords}
@@ -191,7 +140,7 @@ def resolve(
         r"^(recipe|epsilon)\b", body, re.MULTILINE
     ):
         given = {"recipe": "paper", **given}
-    return resolving.resolve(given, file)
+    return resolving.resolve(given, file, earlier=earlier)
 
 
 @pytest.fixture
@@ -264,11 +213,74 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
     assert len(found.value.errors) == 2
 
 
+ONE_MORE_SETTING = '''
+import sys
+
+from dpmac_cli.config import settings
+from dpmac_cli.config.flags import options
+
+
+class Settings(settings.Settings, frozen=True):
+    patience: settings.Count | None = None
+    """Stop early. [default: never]"""
+
+
+settings.Settings, settings.SETTINGS = Settings, options(Settings)
+
+from dpmac_cli.runs import session
+
+metrics_line = session.metrics_line
+
+
+def with_patience(evaluated, epsilon, plan):  # the one place where it acts
+    return {**metrics_line(evaluated, epsilon, plan), "patience": plan.settings.patience}
+
+
+session.metrics_line = with_patience
+if sys.argv[1] == "keyword":
+    import dpmac_cli
+
+    short = dict(dataset="digits", model="linear", epsilon=3, epochs=2, batch_size=500)
+    plan = dpmac_cli.resolve(**short, device="cpu", patience=7, out="run").plan
+    dpmac_cli.finish(dpmac_cli.train(plan, lambda: True))
+else:
+    from dpmac_cli.__main__ import main
+
+    main()
+'''
+
+
+@pytest.mark.long
+def test_a_field_is_all_that_a_setting_needs(tmp_path: Path) -> None:
+    """Help, a keyword, config.yaml, a resume, a YAML key and a flag have it."""
+    (tmp_path / "more.py").write_text(ONE_MORE_SETTING)
+
+    def run(*words: str) -> str:
+        line = [sys.executable, "more.py", *words]
+        return subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def seen(folder: str) -> list[int]:
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["patience"] for line in lines]
+
+    assert "--patience" in run("train", "--help")
+    run("keyword")
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "patience: 7\n" in config
+    assert "epsilon: 3.0\n" in config
+    run("train", "--resume", "run")
+    assert seen("run") == [7, 7, 7]
+    run("train", "--config", "run/config.yaml", "--out", "again")
+    assert seen("again") == [7, 7]
+    run("train", "--config", "run/config.yaml", "--patience", "9", "--out", "other")
+    assert seen("other") == [9, 9]
+
+
 # Where values come from
 
 
 def test_the_values_above_cover_every_setting() -> None:
-    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {*UNPLANNED}
+    assert VALUES.keys() == SETTINGS.keys()
 
 
 @pytest.mark.usefixtures("own_data", "uncalibrated")
@@ -280,12 +292,9 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path) -> None:
         typed = value if kind is bool else str(value)
         beside = BESIDE.get(name, {})
         resolved = from_file(file, {name.replace("_", "-_"[number % 2]): value, **beside})
-        if name in PLANNED:
-            assert PLANNED[name](resolved.plan) == VALUES[name], name
-        assert getattr(resolved.settings, name) == VALUES[name], name
+        assert getattr(resolved.plan.settings, name) == VALUES[name], name
         typed_as_flag = resolve({name: typed, **beside})
         assert resolved.plan == typed_as_flag.plan, name
-        assert resolved.settings == typed_as_flag.settings, name
         assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
@@ -295,18 +304,17 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path) -> None:
     [
         ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
         ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
-        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": None, "no_dp": True}),
-        ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": math.inf, "no_dp": True}),
-        ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": 9 * 235}),
+        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": None, "epsilon": None, "no_dp": True}),
+        ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": None, "no_dp": True}),
+        ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": None}),
     ],
 )
 def test_a_flag_displaces_the_files_answer_to_the_same_question(
     file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    resolved = from_file(file, body, **flags)
-    config, targets = resolved.plan, {"epsilon": resolved.settings.epsilon}
-    found = {name: PLANNED[name](config) for name in expected if name in PLANNED}
-    assert {**targets, **found} == {"epsilon": None, **expected}
+    config = from_file(file, body, **flags).plan
+    assert {name: getattr(config.settings, name) for name in expected} == expected
+    assert config.settings.epsilon is None
     assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
     assert not any(by_flag(config.recorded).get(flag_name(name)) for name in undone)
@@ -328,7 +336,7 @@ def test_the_file_means_what_the_flag_means(
 ) -> None:
     # YAML 1.1 would have text, text, 8, 8, a date and false.
     config = from_file(file, f"{name}: {written}\n").plan
-    assert PLANNED[name.replace("-", "_")](config) == value
+    assert getattr(config.settings, name.replace("-", "_")) == value
 
 
 @pytest.mark.parametrize(
@@ -409,8 +417,8 @@ def test_what_is_no_number_is_refused(file: Path, name: str, what: str, value: s
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).plan
-    assert config.privacy.event.sampling_rate == rate
-    assert (config.privacy.steps_per_epoch, config.privacy.steps) == (per_epoch, total)
+    assert config.event.sampling_rate == rate
+    assert (config.event.steps_per_epoch, config.event.steps) == (per_epoch, total)
 
 
 @pytest.mark.usefixtures("uncalibrated")
@@ -425,9 +433,10 @@ def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, t
 def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, Any]) -> None:
     flags = {"lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
     config = resolve(flags).plan
-    # The noise is written, not the epsilon that it was calibrated for.
-    same = replace(config, privacy=replace(config.privacy, target=None))
-    assert from_file(file, to_yaml(config.recorded)).plan == same
+    assert from_file(file, config_file(config)).plan == config
+    assert ("epsilon: 3.0\n" in file.read_text()) == ("epsilon" in extra)
+    if config.private:
+        assert f"# Noise multiplier sigma: {config.event.noise_multiplier!r}\n" in file.read_text()
 
 
 @pytest.mark.promise("published")
@@ -473,16 +482,16 @@ def test_a_recorded_setting_that_is_gone_is_named() -> None:
 def test_the_default_of_delta_is_below_1_over_n_for_many_records() -> None:
     x = np.arange(60_000.0)[:, None]
     plan = resolving.resolve(dataset=ArrayData(x, x[:, 0] % 2, low=0, high=60_000)).plan
-    assert plan.privacy.delta == pytest.approx(plan.data.facts.train_size**-1.1)
-    assert plan.privacy.delta < 1e-5
+    assert plan.settings.delta == pytest.approx(plan.facts.train_size**-1.1)
+    assert plan.settings.delta < 1e-5
 
 
 @pytest.mark.promise("target")
 def test_the_target_of_a_step_covers_what_was_done_before() -> None:
     before = (TrainingEvent(0.1, 2.0, 40),)
-    named = {"model": "linear", "batch_size": 100, "epsilon": 8.0, "steps": 50, "delta": 1e-5}
-    plan, _ = resolving.resolve_batches(1000, named, before)
-    found = total_epsilon((*before, plan.privacy.event), 1e-5)
+    given = {"dataset": "digits", "model": "linear", "batch_size": 100, "delta": 1e-5}
+    plan = resolve(given, epsilon=8.0, steps=50, earlier=before).plan
+    found = total_epsilon((*before, plan.event), 1e-5)
     assert 7.9 < found <= 8
 
 

@@ -17,10 +17,9 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.training.schedules import StepPlan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, train_events
-from tests.helpers import Batches, Spy, a_key, class_task, make_trainer
+from tests.helpers import Batches, Spy, a_key, class_task, make_trainer, planned
 
 SIDE = 8
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -59,7 +58,7 @@ def network(name: str) -> nn.Module:
 
 def trainer_on(device: torch.device, optimizer: str, model: nn.Module, spy: Spy) -> Trainer:
     """A trainer with the same weights, records and noise on any device."""
-    plan = StepPlan(steps=9, steps_per_epoch=5, physical_batch=64)
+    plan = planned(steps=9, physical_batch=64)
     return make_trainer(
         optimizer,
         spy,

@@ -4,7 +4,6 @@ import gc
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.norms import RegionMetric
@@ -23,7 +23,6 @@ from dpmac_cli.errors import DivergedError, RunError
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import first_chunk
 from dpmac_cli.training.evaluation import RECORDS, Evaluation, evaluate
-from dpmac_cli.training.schedules import StepPlan
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,
@@ -33,12 +32,13 @@ from tests.helpers import (
     KeptNoise,
     Spy,
     make_trainer,
+    planned,
     tiny_data,
     tiny_model,
     walk,
 )
 
-T = StepPlan(steps=12, steps_per_epoch=5, physical_batch=1000)
+T = planned(steps=12)
 
 
 def facts(result: Evaluation) -> tuple[float, list[list[int]]]:
@@ -86,7 +86,7 @@ def test_models_are_scored_in_evaluation_mode_and_put_back(training: bool) -> No
 @every_optimizer
 def test_divergence_is_an_error(name: str) -> None:
     trainer = make_trainer(name, plan=T, lr=math.inf)
-    steps = (trainer.take() for _ in range(T.steps))
+    steps = (trainer.take() for _ in range(T.event.steps))
     with pytest.raises(DivergedError, match=r"diverged: after step 5 .*--lr"):
         list(steps)
 
@@ -132,7 +132,7 @@ def test_every_coordinate_gets_noise_of_its_own_from_its_block(
 
 
 WIDTH = 2000
-PLAN = StepPlan(steps=100, steps_per_epoch=10, physical_batch=1000)
+LONG: dict[str, Any] = {"steps": 100, "steps_per_epoch": 10}
 MIB = 2**20
 
 
@@ -164,7 +164,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
     return most
 
 
-def peak_of(name: str, expected: int, plan: StepPlan) -> int:
+def peak_of(name: str, expected: int, plan: Plan) -> int:
     """Of building a trainer and three steps at an expected batch."""
     data = tiny_data(torch.float32, records=4 * expected)
 
@@ -186,14 +186,14 @@ def peak_of(name: str, expected: int, plan: StepPlan) -> int:
 def test_a_step_takes_ten_vectors(name: str, physical_batch: int) -> None:
     """Weights included, and what a block of coordinates needs, which does not grow with d."""
     d = sum(p.numel() for p in wide_model().parameters())
-    peak = peak_of(name, 16, replace(PLAN, physical_batch=physical_batch))
+    peak = peak_of(name, 16, planned(**LONG, physical_batch=physical_batch))
     assert peak <= 10 * 4 * d + 24 * MIB
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_the_batch_costs_nothing_beyond_its_chunk(name: str) -> None:
-    plan = replace(PLAN, physical_batch=16)
+    plan = planned(**LONG, physical_batch=16)
     small, large = (peak_of(name, batch, plan) for batch in (64, 400))
     assert large <= small + MIB
 
@@ -230,7 +230,7 @@ def too_many(
 def chunked(name: str) -> Trainer:
     """Batches of all 600 records in chunks of at most 256, in float32."""
     data, batches = tiny_data(torch.float32, records=600), Batches(range(600))
-    plan, mechanism = replace(PLAN, physical_batch=256), GaussianMechanism(1.0, 600)
+    plan, mechanism = planned(**LONG, physical_batch=256), GaussianMechanism(1.0, 600)
     return make_trainer(name, mechanism, plan=plan, dtype=torch.float32, data=data, sampler=batches)
 
 
@@ -259,7 +259,7 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
     trainer = make_trainer(
         "dp-sgd",
         GaussianMechanism(1.0, 1 << 17),
-        plan=replace(PLAN, physical_batch=1 << 17),
+        plan=planned(**LONG, physical_batch=1 << 17),
         dtype=torch.float32,
         clip_norm=1e-3,
         sampler=Batches([0, 1, 2, 3]),

@@ -247,7 +247,7 @@ def seen(source: Source) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], 
         units = [""] * len(x) if side.units is None else side.units
         records = zip(x, side.y, units, strict=True)
         sides.append(Counter((np.asarray(x).tobytes(), y.tobytes(), str(u)) for x, y, u in records))
-    facts = found.facts
+    facts = found
     return (facts.shape, facts.mean, facts.std, facts.task), sides, len(found.skipped)
 
 

@@ -64,7 +64,7 @@ def test_every_combination_is_run_with_every_seed() -> None:
     assert len({run.folder for run in study.runs}) == 24
     for run in study.runs:
         assert run.plan.settings.seed == run.seed
-        assert run.column == run.plan.privacy.sigma
+        assert run.column == run.plan.event.noise_multiplier
         assert dict(run.labels) == {
             "optimizer": run.plan.optimizer.name,
             "lr": f"{run.plan.optimizer.lr:g}",
@@ -95,9 +95,9 @@ def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
     for run in study.runs:
         config = run.plan
         assert run.column in (0.1, 0.2)
-        price = total_epsilon((config.privacy.event,), config.privacy.delta)
+        price = total_epsilon((config.event,), config.settings.delta)
         assert 0.99 * run.column < price <= run.column
-    assert len({run.plan.privacy.sigma for run in study.runs}) == 2
+    assert len({run.plan.event.noise_multiplier for run in study.runs}) == 2
 
 
 def test_the_address_is_the_settings_and_the_seed() -> None:
@@ -162,10 +162,10 @@ def test_runs_of_other_public_weights_are_none_of_the_study(tmp_path: Path) -> N
     """A file of the same name may hold others, so that runs would be of another network."""
     [run] = grid(optimizers="dp-sgd", sigma="1", seeds="1").runs
     weights, folders = tmp_path / "weights", list[str]()
-    network = replace(run.plan.network, pretrained=weights)
+    settings = run.plan.settings.replace(pretrained=weights)
     for content in (b"one", b"other", b"one"):
         weights.write_bytes(content)
-        folders.append(address(replace(run.plan, network=network), run.seed))
+        folders.append(address(replace(run.plan, settings=settings), run.seed))
     assert folders[0] == folders[2]
     assert len({*folders, run.folder.name}) == 3
 
@@ -175,8 +175,8 @@ def test_flags_take_precedence_over_a_file_and_it_over_a_recipe(tmp_path: Path) 
     file.write_text("recipe: digits\noptimizers: dp-sgd\nsigma: 2\nlr: [0.1, 0.2]\nseeds: 1\n")
     [run] = plan({"lr": "0.3", "clip_norm": "2"}, file, ROOT).runs
     assert (run.plan.optimizer.lr, run.plan.recorded["clip_norm"]) == (0.3, 2)
-    assert run.plan.privacy.sigma == 2  # 1.5 in the recipe
-    assert (run.plan.data.dataset, run.plan.privacy.steps) == ("digits", 240)
+    assert run.plan.event.noise_multiplier == 2  # 1.5 in the recipe
+    assert (run.plan.facts.typed, run.plan.event.steps) == ("digits", 240)
 
 
 @pytest.mark.promise("price")
@@ -184,8 +184,8 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -
     """Its row would be of fewer steps. A run for an epsilon may end earlier to keep to it."""
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "steps": "4", "seeds": "1"}
     [fixed] = plan({**flags, "sigma": "6"}, None, tmp_path).runs
-    privacy = replace(fixed.plan.privacy, target=0.5)
-    budgeted = replace(fixed, plan=replace(fixed.plan, privacy=privacy))
+    settings = fixed.plan.settings.replace(epsilon=0.5)
+    budgeted = replace(fixed, plan=replace(fixed.plan, settings=settings))
     fixed.folder.mkdir()
 
     def found(steps: int, state: str) -> list[bool]:
@@ -205,7 +205,7 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -
 def test_every_epsilon_of_a_study_is_at_its_own_delta(delta: float, tmp_path: Path) -> None:
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "13"}
     study = plan({**flags, "seeds": "2", "delta": f"{delta}"}, None, tmp_path)
-    event = study.plan.privacy.event
+    event = study.plan.event
     one, both = total_epsilon((event,), delta), total_epsilon((event, event), delta)
     found = collect(study, {})
     assert (found.cells[0].epsilon, found.epsilon) == (one, both)

@@ -52,7 +52,7 @@ CHEAP = {**STEPS, "device": "cpu"}
 def _uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise has no part in these mistakes, and takes seconds to work out."""
     monkeypatch.setattr("dpmac_cli.studies.search.calibrate_search", lambda *_: 6.0)
-    monkeypatch.setattr("dpmac_cli.config.resolve.calibrate_noise", lambda *_, **__: 6.0)
+    monkeypatch.setattr("dpmac_cli.config.plan.calibrate_noise", lambda *_, **__: 6.0)
 
 
 def network(inputs: int = 3) -> nn.Sequential:
@@ -433,7 +433,7 @@ def dated(last: str) -> InMemoryData:
 
 
 def source_of(data: Any) -> Source:
-    source = resolve(dataset=data, **CHEAP).plan.data.source
+    source = resolve(dataset=data, **CHEAP).plan.facts.source
     assert isinstance(source, Source)
     return source
 

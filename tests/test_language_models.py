@@ -191,7 +191,7 @@ def test_texts_in_memory_have_no_targets() -> None:
     write_network(Path("gpt2"), "gpt2", causal=True)
     data = ArrayData([text for text, _ in notes(60)])
     options: dict[str, Any] = {"dataset": data, "backbone": "./gpt2", "sigma": 1.0, "steps": 2}
-    facts = resolve(options | {"task": "language-model", "tokens": LIMIT}).plan.data.facts
+    facts = resolve(options | {"task": "language-model", "tokens": LIMIT}).plan.facts
     assert facts.train_size + facts.test_size == 60
     with pytest.raises(InputError, match=r"<arrays> has no y.*task='language-model'"):
         resolve(options)

@@ -95,13 +95,13 @@ def test_a_misspelt_setting_is_refused() -> None:
         with pytest.raises(InputError, match=r"There is no setting 'sigam'\. Did you mean sigma"):
             call()
     with pytest.raises(AttributeError):
-        resolve().plan.privacy.sigam  # type: ignore[attr-defined]  # noqa: B018
+        resolve().plan.event.sigam  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.promise("facts")
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
-        digits_config().privacy.event_of(-3)
+        digits_config().event.first(-3)
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
         TrainingEvent(0.1, 1.0, -3)
 
@@ -135,7 +135,7 @@ def test_an_event_that_cannot_have_happened_has_no_price(odd: dict[str, Any]) ->
 def test_facts_that_are_sent_to_other_processes_contain_no_records() -> None:
     x = np.zeros((20, 3), np.float32)
     records = ArrayData(x=x, y=np.arange(20) % 2, classes=["a", "b"], low=0, high=1)
-    found = resolve(dataset=records, sigma=1).plan.data.found
+    found = resolve(dataset=records, sigma=1).plan.facts
     copy = pickle.loads(pickle.dumps(found))
     assert found.records
     assert not copy.records
@@ -185,8 +185,8 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
         dataset="digits", model="linear", recipe="paper", epsilon=0.1, steps=3, device="cpu"
     ).plan
     trainer = run_trainer(config, model=net())
-    assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
-    assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
+    assert trainer.mechanism.noise_multiplier == config.event.noise_multiplier > 4
+    assert total_epsilon((config.event,), config.settings.delta) <= 0.1
 
 
 # The page

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from dpmac_cli.accounting.events import SAMPLERS
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness import layers, noise
 from dpmac_cli.randomness.keystream import (
@@ -33,6 +32,7 @@ from dpmac_cli.randomness.keystream import (
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws, seed_all
 from dpmac_cli.randomness.noise import LANES, PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import run_trainer
 from tests.helpers import a_key
 
@@ -109,7 +109,7 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     assert trainer.noise is not None
     assert trainer.sampler is not None
     assert torch.equal(trainer.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
-    event, size = config.privacy.event, config.data.facts.train_size
+    event, size = config.event, config.facts.train_size
     rate, steps = event.sampling_rate, event.steps_per_epoch
     twin = KeyedSampler(sampler, size=size, rate=rate, steps=steps, key=keys.sampler)
     assert trainer.sampler.draw(1).tolist() == twin.draw(1).tolist()

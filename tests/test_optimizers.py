@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.optim.optimizer import OPTIMIZERS
-from dpmac_cli.training.schedules import Recipe
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLIP_LIMIT,
-    PLAN,
     Batches,
     KeptNoise,
     Spy,
     make_trainer,
     optimizer_of,
     per_sample_gradients,
+    planned,
     tiny_data,
     tiny_model,
     walk,
@@ -307,7 +306,7 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str) -> None:
 def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
     """Tensors and numbers are the whole state: with the same draws, the rest is the same."""
     options: dict[str, Any] = {"kappa": "tracked", "phi": "tracked"}
-    options["plan"] = replace(PLAN, recipe=Recipe(ema=0.9))
+    options["plan"] = planned(ema=0.9)
     first, second = (make_trainer(name, **options) for _ in range(2))
     walk(first, 5)
     tensors = {key: tensor.clone() for key, tensor in first.state.tensors().items()}

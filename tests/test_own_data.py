@@ -74,7 +74,7 @@ def refused(path: Path, **options: Any) -> str:
 
 
 def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
-    facts = found.facts
+    facts = found
     return facts.train_size, facts.test_size, facts.shape, facts.task.names
 
 
@@ -143,7 +143,7 @@ def test_sixteen_bits_become_eight_by_the_range_of_the_format(
     if colour:
         picture(tmp_path / "dog" / "9.png", 200, (4, 2), mode="RGB")
     for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
-        assert inspect(source).facts.shape == (3 if colour else 1, 2, 4)
+        assert inspect(source).shape == (3 if colour else 1, 2, 4)
         (x, _), (x_test, _) = load(source)
         assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
 
@@ -210,9 +210,9 @@ def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
 @pytest.mark.promise("reading")
 def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) -> None:
     source = Source(folder(tmp_path), channels=1, classes=CLASSES)
-    before = inspect(source).facts.shape
+    before = inspect(source).shape
     picture(tmp_path / "cat" / "odd.png", 3, mode="RGB")
-    assert inspect(source).facts.shape == before == (1, 6, 8)
+    assert inspect(source).shape == before == (1, 6, 8)
 
 
 @pytest.mark.promise("reading")
@@ -225,14 +225,14 @@ def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...
             file.unlink()
     source = Source(root, 0.5, channels=1, image_size=8, classes=CLASSES)
     for _ in range(2):
-        facts = inspect(source).facts
+        facts = inspect(source)
         assert facts.task.names == CLASSES
         assert facts.train_size + facts.test_size == 12 * len(parts)
         assert {1, 2} == {int(label) for _, y in load(source) for label in y}
         for part in parts:
             shutil.rmtree(root / part / "cat", ignore_errors=True)
     one = Source(folder(tmp_path / "1", 1), test_fraction=0.5, split_seed=1, classes=CLASSES)
-    assert inspect(one).facts.train_size == 2  # all of the class cat are held out
+    assert inspect(one).train_size == 2  # all of the class cat are held out
 
 
 COUNT, BAD_RECORDS_CLASSES = 60, ("a", "b")
@@ -254,7 +254,7 @@ def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
         parquet.write_table(
             pa.table({"unit": units, "age": ages, "y": kinds}), tmp_path / "t.parquet"
         )
-        return inspect(Source(tmp_path / "t.parquet", schema=schema, unit="unit")).facts
+        return inspect(Source(tmp_path / "t.parquet", schema=schema, unit="unit"))
 
     ids = pa.array([2**60 + 200 * n for n in range(200)])
     merged = ids.cast(pa.float64(), safe=False)
@@ -447,7 +447,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
         with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
             from_torch(repeated, unit=unit, **known)
     plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
-    assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
+    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).private_notes
                 if "copies" in note]  # fmt: skip
 
@@ -469,11 +469,11 @@ def test_records_that_are_trained_on_are_not_tested_on() -> None:
         with pytest.raises(InputError, match="5 records are both in the training set and in"):
             from_torch(first, last, unit=unit, **known)
     apart = from_torch(first, Subset(whole, range(30, 40)), unit="record", **known)
-    assert resolve(dataset=apart, sigma=4).plan.data.facts.train_size == 30
+    assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
 
 
 def plan_units(plan: Any) -> list[str]:
-    return list(parts(plan.data.source)[1].units.tolist())
+    return list(parts(plan.facts.source)[1].units.tolist())
 
 
 @pytest.mark.promise("published")
@@ -483,7 +483,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.data.found.signs.copies == 40
+    assert given.plan.facts.signs.copies == 40
     (note,) = [note for note in given.private_notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "name the unit of each record" in note
@@ -518,7 +518,7 @@ def test_images_are_upright_as_their_exif_says(
         turned(place, orientations[number // 2 % 4])
     expected = {UPRIGHT[orientation].tobytes(): 10 for orientation in orientations}
     for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
-        assert inspect(source).facts.shape == (1, *UPRIGHT[orientations[0]].shape)
+        assert inspect(source).shape == (1, *UPRIGHT[orientations[0]].shape)
         assert Counter(image.tobytes() for x, _ in load(source) for image in x) == expected
 
 
@@ -535,7 +535,7 @@ def test_scans_of_twelve_bits_are_scaled_on_request(tmp_path: Path) -> None:
     (x, _), _ = load(Source(tmp_path))
     assert x.max() == 16
     source = Source(tmp_path, levels=4095)
-    assert resolve(settings, levels=4095).plan.data.source == source
+    assert resolve(settings, levels=4095).plan.facts.source == source
     (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
@@ -624,9 +624,9 @@ def test_labels_cannot_change_under_a_run() -> None:
     x, y = rows(60)
     data = ArrayData(x, y, low=0, high=2)
     plan = resolve(QUICK, dataset=data).plan
-    kept = load_data(plan.data.source, Path(), torch.device("cpu")).train.labels.clone()
+    kept = load_data(plan.facts.chosen, Path(), torch.device("cpu")).train.labels.clone()
     y[:] = 7
-    assert torch.equal(load_data(plan.data.source, Path(), torch.device("cpu")).train.labels, kept)
+    assert torch.equal(load_data(plan.facts.chosen, Path(), torch.device("cpu")).train.labels, kept)
     assert "ArrayData" in dpmac_cli.__all__
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Started
 from tests.digits_runs import after, report_of
 from tests.typed import dpmac
@@ -323,7 +323,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
     ran = TrainingEvent(0.1, 4.0, 40, "poisson", 10)
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
-    assert all(e.plan.data.facts.train_size == 80 for e in events if isinstance(e, Started))
+    assert all(e.plan.facts.train_size == 80 for e in events if isinstance(e, Started))
 
 
 @pytest.mark.promise("facts")
@@ -337,11 +337,11 @@ def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> No
         np.savez(data, **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
     else:
         shutil.copy("photos/train/digit-1/1.png", "photos/train/digit-1/new.png")
-    elsewhere = replace(config, data=pickle.loads(pickle.dumps(config.data)))
+    elsewhere = replace(config, facts=pickle.loads(pickle.dumps(config.facts)))
     with pytest.raises(InputError, match="changed while it was being read"):
         finish(train(elsewhere))
     assert not Path("run").exists()
-    assert finish(train(config)).report["dataset"]["train_size"] == config.data.facts.train_size
+    assert finish(train(config)).report["dataset"]["train_size"] == config.facts.train_size
 
 
 # A declared schema.

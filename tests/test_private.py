@@ -40,8 +40,8 @@ def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Pa
     assert (len(private), private.epsilon) == (4, 0.0)
     before = private.evaluate().loss
     for step in private:
-        event = resolve(SETTINGS, dataset="digits").plan.privacy.event_of(step)
-        assert private.epsilon == total_epsilon((event,), private.plan.privacy.delta)
+        event = resolve(SETTINGS, dataset="digits").plan.event.first(step)
+        assert private.epsilon == total_epsilon((event,), private.plan.settings.delta)
     assert step == 4
     assert private.evaluate().loss != before
     kept = [p.clone() for p in private.model.parameters()]

@@ -158,5 +158,5 @@ def test_equal_records_are_a_matter_of_course_in_a_table_of_few_columns() -> Non
     both = {name: [*of[:150], *of[:150]] for name, of in more.items()}
     for table, given, noted in ((few, schema, False), (both, wide, True)):
         found = resolve(dataset=from_dataframe(pa.table(table), given), sigma=6, steps=2)
-        assert found.plan.data.found.signs.copies > 100
+        assert found.plan.facts.signs.copies > 100
         assert any("copies" in note for note in found.private_notes) == noted

@@ -17,7 +17,6 @@ import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
@@ -29,6 +28,7 @@ from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import Ledger, read_ledger
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Update
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
@@ -178,11 +178,11 @@ def of_test_records(run: Path) -> list[TrainingEvent]:
 def test_the_score_costs_what_training_does() -> None:
     settings: dict[str, Any] = {"recipe": "paper", "batch_size": 1437}  # cheap to price
     plan = resolve(dataset="digits", epsilon=3, cover_scores=True, **settings).plan
-    score = plan.privacy.score
+    score = plan.score
     assert score is not None
     assert score == TrainingEvent(1.0, score.noise_multiplier, 1, records="test")
-    training = total_epsilon((plan.privacy.event,), plan.privacy.delta)
-    assert 0.99 * training <= total_epsilon((score,), plan.privacy.delta) <= training
+    training = total_epsilon((plan.event,), plan.settings.delta)
+    assert 0.99 * training <= total_epsilon((score,), plan.settings.delta) <= training
 
 
 # Runs.
@@ -209,7 +209,7 @@ def test_only_the_score_that_is_paid_for_is_shown(monkeypatch: pytest.MonkeyPatc
     accuracies = [line["test_accuracy"] for line in metrics_of(finished.folder)]
     assert [value is None for value in accuracies] == [True, True, False]
     assert len(exact) == 1
-    report, score = finished.report, digits_config(**COVERED).privacy.score
+    report, score = finished.report, digits_config(**COVERED).score
     assert score is not None
     covered = report["privacy"]["covered_scores"]
     assert covered["released"] == 1
@@ -240,7 +240,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     for end in (12, 24, 36):
         while trainer.state.step < end:
             trainer.step()
-        trainer.plan = replace(trainer.plan, steps=end)
+        trainer.steps = end
         errors.append(trainer.score().accuracy - trainer.evaluate().accuracy)
     assert len({round(error, 9) for error in errors}) == 3
     with pytest.raises(ValueError, match="step 36 is not after step 36"):
@@ -351,23 +351,29 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     y, unit = np.arange(400) % 2, np.arange(400) // 8
     np.savez("visits.npz", x=np.ones((400, 3)), y=y, unit=unit, low=-5, high=5)
     plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
-    data = load_data(plan.data.source, Path(), torch.device("cpu"), found=plan.data.found)
+    data = load_data(plan.facts.chosen, Path(), torch.device("cpu"), found=plan.facts)
     run_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but epsilon was computed for"):
         run_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
 
 
 @pytest.mark.promise("scores")
-def test_epsilon_on_the_way_covers_the_score_once_it_was_shown() -> None:
+def test_epsilon_on_the_way_covers_the_score_once_it_was_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where it costs more than the steps."""
+    score = digits_config(**COVERED).score
+    assert score is not None
+    less_noise = score_event(score.noise_multiplier / 1.5)
+    monkeypatch.setattr(
+        "dpmac_cli.config.plan.calibrate_noise", lambda *_: less_noise.noise_multiplier
+    )
     plan = digits_config(**COVERED)
-    assert plan.privacy.score is not None
-    less_noise = score_event(plan.privacy.score.noise_multiplier / 1.5)
-    plan = replace(plan, privacy=replace(plan.privacy, score=less_noise))
+    assert plan.score == less_noise
     events, _ = train_events(plan)
     for event in (event for event in events if isinstance(event, Update)):
-        step, delta = event.event.step, plan.privacy.delta
-        costs = [plan.privacy.event_of(step)] + [less_noise] * (step == plan.privacy.steps)
+        step, delta = event.event.step, plan.settings.delta
+        costs = [plan.event.first(step)] + [less_noise] * (step == plan.event.steps)
         if event.epsilon is not None:
             assert event.epsilon >= max(total_epsilon((cost,), delta) for cost in costs) - 1e-12
     assert all(event.epsilon is not None for event in events[-2:] if isinstance(event, Update))

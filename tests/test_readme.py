@@ -18,12 +18,12 @@ from torchvision.transforms import ToTensor
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import prediction
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import after
 from tests.test_table_files import penguins, wages
 from tests.tiny_bert import notes, write_encoder

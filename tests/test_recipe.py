@@ -1,6 +1,5 @@
 """Schedules, weight decay, averaged weights and views."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.settings import AUGMENTS
 from dpmac_cli.dp.geometry import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.evaluation import evaluate
-from dpmac_cli.training.schedules import AUGMENTS, Recipe
 from tests.conftest import every_optimizer
 from tests.helpers import (
     HYPER,
@@ -29,6 +29,7 @@ from tests.helpers import (
     Batches,
     a_key,
     make_trainer,
+    planned,
     tiny_data,
     tiny_model,
     walk,
@@ -37,15 +38,15 @@ from tests.helpers import (
 BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], *([i, 2 * i] for i in range(1, 17))]
 
 
-def trained_by(recipe: Recipe, name: str = "dp-adam", **options: Any) -> Trainer:
-    return make_trainer(name, plan=replace(PLAN, recipe=recipe), **options)
+def trained_by(plan: Plan, name: str = "dp-adam", **options: Any) -> Trainer:
+    return make_trainer(name, plan=plan, **options)
 
 
 # The learning rate.
 
 
 def test_with_schedule_and_decay_is_torchs_own() -> None:
-    plan = replace(PLAN, recipe=Recipe("cosine", weight_decay=0.1))
+    plan = planned(lr_schedule="cosine", weight_decay=0.1)
     ours = make_trainer(
         "dp-adam",
         GaussianMechanism(0.0, MECHANISM.expected_batch),
@@ -56,7 +57,7 @@ def test_with_schedule_and_decay_is_torchs_own() -> None:
     data, model = tiny_data(), tiny_model()
     betas = (HYPER.beta1, HYPER.beta2)
     adamw = torch.optim.AdamW(model.parameters(), HYPER.lr, betas, HYPER.gamma, weight_decay=0.1)
-    schedule = CosineAnnealingLR(adamw, PLAN.steps)
+    schedule = CosineAnnealingLR(adamw, PLAN.event.steps)
     for rows in BATCHES:
         adamw.zero_grad()
         logits = model(data.standardised(data.train.images[rows]))
@@ -65,7 +66,7 @@ def test_with_schedule_and_decay_is_torchs_own() -> None:
         adamw.step()
         schedule.step()
     theirs = nn.utils.parameters_to_vector(model.parameters()).detach()
-    torch.testing.assert_close(walk(ours, PLAN.steps)[-1], theirs, rtol=0, atol=1e-9)
+    torch.testing.assert_close(walk(ours, PLAN.event.steps)[-1], theirs, rtol=0, atol=1e-9)
 
 
 @pytest.mark.promise("views")
@@ -73,8 +74,9 @@ def test_with_schedule_and_decay_is_torchs_own() -> None:
 def test_noise_is_not_scaled_by_the_schedule(name: str) -> None:
     """A smaller rate moves the weights less; the private mean and its noise stay as priced."""
     means = []
-    for recipe in (Recipe(), Recipe("cosine", 5, 0.1, 0.9)):
-        trainer = trained_by(recipe, name, lr=0.0)  # else gradients would differ
+    slower = planned(lr_schedule="cosine", warmup_steps=5, weight_decay=0.1, ema=0.9)
+    for plan in (PLAN, slower):
+        trainer = trained_by(plan, name, lr=0.0)  # else gradients would differ
         walk(trainer, 3)
         means.append({**trainer.state.tensors()})
     for key in means[0]:
@@ -86,8 +88,7 @@ def test_noise_is_not_scaled_by_the_schedule(name: str) -> None:
 
 @every_optimizer
 def test_the_average_is_of_the_weights_and_moves_nothing(name: str) -> None:
-    recipe = Recipe(ema=0.7)
-    averaged, plain = trained_by(recipe, name), make_trainer(name)
+    averaged, plain = trained_by(planned(ema=0.7), name), make_trainer(name)
     expected = plain.state.theta.clone()
     thetas = walk(averaged, 12)
     assert torch.equal(thetas, walk(plain, 12))
@@ -99,7 +100,7 @@ def test_the_average_is_of_the_weights_and_moves_nothing(name: str) -> None:
 
 
 def test_what_is_scored_and_published_is_the_average() -> None:
-    trainer = trained_by(Recipe(ema=0.9))
+    trainer = trained_by(planned(ema=0.9))
     walk(trainer, 12)
     scored = trainer.score()
     theta, average = trainer.state.theta.clone(), trainer.state.average
@@ -177,9 +178,9 @@ def test_the_views_of_a_record_depend_on_no_other_record() -> None:
 @pytest.mark.promise("views")
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
 def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
-    recipe, seen = Recipe(views=3, augment="flip"), []
+    plan, seen = planned(augmentations=3, augment="flip"), []
     for rows in ([4], [0, 4, 9], [1, 2, 3, 4]):
-        trainer = trained_by(recipe, sampler=Batches(rows))
+        trainer = trained_by(plan, sampler=Batches(rows))
         trainer.state.chunk = chunk
         inputs: list[Tensor] = []
 

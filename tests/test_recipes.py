@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,17 @@ from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.defaults import completed, recipe_notes
+from dpmac_cli.config.class_weights import class_weights, shares_of
+from dpmac_cli.config.defaults import completed, physical_batch, recipe_notes
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import train
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import plan as grid
 from dpmac_cli.studies.search import plan_search
 
@@ -119,21 +120,36 @@ SNAPSHOT = Path(__file__).with_suffix(".json")
 STUDIED = [name for name, recipe in RECIPES.items() if recipe.command == "compare"]
 
 
-def numbers_of(plan: TrainPlan) -> dict[str, Any]:
+def numbers_of(plan: Plan) -> dict[str, Any]:
     """Return everything that decides what a run computes, as JSON values."""
-    event, settings = plan.privacy.event, plan.settings
+    event, settings = plan.event, plan.settings
     return {
-        "dataset": plan.data.dataset,
+        "dataset": plan.facts.typed,
         "event": [event.sampling_rate, event.noise_multiplier, event.steps, event.sampler],
-        "delta": plan.privacy.delta,
-        "batch": plan.privacy.batch_size,
+        "delta": plan.settings.delta,
+        "batch": plan.settings.batch_size,
         "optimizer": plan.optimizer.name,
         "hyper": plan.optimizer.model_dump(),
-        "recipe": json.loads(json.dumps(asdict(plan.recipe))),
-        "model": plan.network.model.name,
-        "features": None if plan.network.features is None else str(plan.network.features),
-        "trained": str(plan.network.trained),
-        "at a time": [settings.physical_batch, plan.gpu_batch],
+        "recipe": {
+            "schedule": settings.lr_schedule,
+            "warmup": settings.warmup_steps,
+            "weight_decay": settings.weight_decay,
+            "ema": settings.ema or 0.0,
+            "views": settings.augmentations or 1,
+            "augment": settings.augment or "none",
+            "records": plan.records_in_a_step,
+            "loss": {
+                "name": settings.loss,
+                "smoothing": settings.label_smoothing,
+                "weights": [*class_weights(settings)],
+                "shares": [*shares_of(settings)],
+                "weighed": "",
+            },
+        },
+        "model": plan.model.name,
+        "features": None if plan.features is None else str(plan.features),
+        "trained": str(plan.trained),
+        "at a time": [physical_batch(settings, plan.facts, on) for on in ("cpu", "cuda")],
         "metric": settings.metric,
     }
 
@@ -142,10 +158,10 @@ def of_study(file: Path) -> list[list[Any]]:
     """Return labels, column and deciding numbers of each cell of a study, and its seeds."""
     study, found = grid({"device": "cpu"}, file), list[list[Any]]()
     for run in study.runs[:: len(study.seeds)]:
-        event = run.plan.privacy.event
+        event = run.plan.event
         labels = [list(label) for label in run.labels]
         numbers = [event.sampling_rate, event.noise_multiplier, event.steps]
-        rest = [run.plan.optimizer.model_dump(), run.plan.network.model.name]
+        rest = [run.plan.optimizer.model_dump(), run.plan.model.name]
         found.append([labels, run.column, *numbers, *rest])
     return [[*study.seeds], *found]
 
@@ -188,10 +204,11 @@ def test_a_recipe_resolves_to_the_same_numbers(name: str) -> None:
         found: Any = of_study(file_of(name))
     else:
         plan = resolve({"device": "cpu"}, file_of(name)).plan
-        found, privacy = numbers_of(plan), plan.privacy
+        found = numbers_of(plan)
         if RECIPES[name].epsilon and not name.startswith("bench"):
             shown = float(RECIPES[name].epsilon)
-            assert total_epsilon((privacy.event,), privacy.delta) == pytest.approx(shown, rel=2e-3)
+            cost = total_epsilon((plan.event,), plan.settings.delta)
+            assert cost == pytest.approx(shown, rel=2e-3)
     same(json.loads(json.dumps(found)), kept)
 
 
@@ -217,12 +234,12 @@ def by_name(file: Path) -> str:
 @pytest.mark.parametrize("file", CONFIGS, ids=by_name)
 def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).plan
-    assert config.data.dataset in file.stem
+    assert config.facts.typed in file.stem
     text = file.read_text()
     assert f"dpmac train --recipe {file.stem}" in text
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
-    flags |= {"batch_size": "2" if config.recipe.augmented else "64"}  # or a step takes minutes
-    data = load_data(config.data.dataset, real_data_dir, torch.device("cpu"))
+    flags |= {"batch_size": "2" if config.settings.augment else "64"}  # or a step takes minutes
+    data = load_data(config.facts.typed, real_data_dir, torch.device("cpu"))
     some = Split(data.test.images[:100], data.test.labels[:100])
     *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
     assert isinstance(last, Finished)

@@ -49,9 +49,17 @@ from dpmac_cli.training.recorded_sum import (
     OTHERWISE,
     RecordedChunkSum,
 )
-from dpmac_cli.training.schedules import Recipe, StepPlan
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
-from tests.helpers import CLASSES, Batches, a_key, class_task, make_trainer, tiny_data, tiny_model
+from tests.helpers import (
+    CLASSES,
+    Batches,
+    a_key,
+    class_task,
+    make_trainer,
+    planned,
+    tiny_data,
+    tiny_model,
+)
 from tests.tiers import one_in
 
 #: Operations that a capture does not permit.
@@ -423,7 +431,7 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
         trainer: Trainer = make_trainer(
             optimizer,
             kind(1.0, BATCH),
-            plan=StepPlan(steps=9, steps_per_epoch=5, physical_batch=64, recipe=Recipe(**recipe)),
+            plan=planned(steps=9, physical_batch=64, **recipe),
             data=fake_data(),
             model=model,
             sampler=Batches(np.arange(BATCH)),

@@ -15,12 +15,12 @@ from sklearn import metrics as sklearn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from dpmac_cli import ArrayData, predict
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import number
@@ -85,7 +85,7 @@ def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) 
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     x, y = np.zeros((40, 1)), np.arange(40) / 100
     data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-    found = resolve(dataset=data, batch_size=4, sigma=4).plan.data.found
+    found = resolve(dataset=data, batch_size=4, sigma=4).plan.facts
     assert found.signs.copies == 0
 
 

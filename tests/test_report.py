@@ -15,11 +15,11 @@ from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.sentences import Case, privacy
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
 from tests.typed import dpmac
 

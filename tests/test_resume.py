@@ -74,7 +74,7 @@ def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
 
 def test_only_steps_of_the_last_part_are_counted_twice() -> None:
     plan = start(out="run", steps=20)
-    event = plan.privacy.event_of
+    event = plan.event.first
     was = Account(earlier=(done(event(5)),), event=event(15), base=5, begun=9)
     now = Account(earlier=was.past, event=event(13), base=7, begun=7)
     [note] = _lost(plan, Inherited(account=was), now)

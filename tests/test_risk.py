@@ -26,8 +26,8 @@ from dpmac_cli.accounting.risk import (
     trade_off,
 )
 from dpmac_cli.accounting.selection import Search, trials_of
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.sentences import Case, privacy
+from dpmac_cli.runs.resolve import resolve
 
 pytestmark = pytest.mark.promise("risk")
 

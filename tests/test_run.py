@@ -86,7 +86,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     events, finished = train_events(digits_config(epochs=2, max_epsilon=0.2))
     price = finished.report["privacy"]
     assert isinstance(events[0], Started)
-    assert events[0].steps < events[0].plan.privacy.steps
+    assert events[0].steps < events[0].plan.event.steps
     assert finished.state == finished.report["state"] == "budget-spent"
     assert price["epsilon"] <= 0.2 < price["epsilon_planned"]
     assert total_epsilon((TrainingEvent(RATE, SIGMA, price["steps"] + 1),), 1e-5) > 0.2

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import (
     BatchSampling,
@@ -22,6 +21,7 @@ from dpmac_cli.randomness.sampling import (
     Sampler,
     SecureDraws,
 )
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import run_trainer
 from tests.helpers import a_key
 
@@ -275,8 +275,8 @@ def test_a_run_samples_at_the_rate_that_is_priced(flags: dict[str, Any], sampler
     config = resolve(
         {"dataset": "digits", "sigma": 4, "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
     ).plan
-    assert config.privacy.event.sampling_rate == 100 / 1437
-    assert config.privacy.steps_per_epoch == 15
+    assert config.event.sampling_rate == 100 / 1437
+    assert config.event.steps_per_epoch == 15
     trainer = run_trainer(config, steps=1)
     drawing = trainer.sampler
     assert drawing is not None

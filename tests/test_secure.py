@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from dpmac_cli.accounting.events import SAMPLERS
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.mechanism import SecureMechanism
 from dpmac_cli.randomness.keystream import KeyStream, Stretch, make_keys
 from dpmac_cli.randomness.noise import Noise
@@ -17,6 +16,7 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import (
     after,
     digits_config,

@@ -279,7 +279,7 @@ def counted_in(study: Grid) -> list[int]:
     events = list(compare._events(study.runs))
     assert collect(study, {}).epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
-    assert run.plan.privacy.steps == STEPS
+    assert run.plan.event.steps == STEPS
     return [event.steps for event in events]
 
 
@@ -335,7 +335,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, monkeypatch, kill=1)
-        begun = ledger.begun_events(where, study.runs[0].plan.privacy.event)
+        begun = ledger.begun_events(where, study.runs[0].plan.event)
         assert begun[0].steps == 15
         found = ledger.read_ledger(where)
         assert found is not None

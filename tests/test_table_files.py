@@ -110,7 +110,7 @@ def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: 
 
 def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
     """Training and test records as the network sees them, one after another."""
-    facts = inspect(of).facts
+    facts = inspect(of)
     rows, labels = zip(*load(of), strict=True)
     x = np.concatenate(rows).reshape(-1, facts.shape[0])
     return ((x - facts.mean) / facts.std).tolist(), np.concatenate(labels).tolist()
@@ -277,7 +277,7 @@ def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:
     assert known["table"]["ward"].tolist()[0] == "Süd"
     exec(passed.partition("run = ")[0], known)
     frame = from_dataframe(known["table"], known["schema"])
-    assert inspect(Source(frame.path, schema=frame.schema, in_memory=frame)).facts.shape[0] == 9
+    assert inspect(Source(frame.path, schema=frame.schema, in_memory=frame)).shape[0] == 9
 
 
 LABEL = {"column": "y", "classes": ["a", "b"]}

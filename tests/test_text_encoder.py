@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
@@ -218,7 +218,7 @@ def encoder() -> Path:
     return write_encoder(Path("encoder"))
 
 
-def plan(data: InMemoryData | str, **more: Any) -> TrainPlan:
+def plan(data: InMemoryData | str, **more: Any) -> Plan:
     return resolve({**SHORT, "dataset": data, **more}).plan
 
 

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, predict, resolve, score
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
 from dpmac_cli.data.writing import WRITTEN, how_written
@@ -61,7 +61,7 @@ def table(path: str = "notes.csv", count: int = 120, seed: int = 0) -> None:
             write.writerow([text, 20 + row % 60, CLASSES[kind]])
 
 
-def plan(dataset: str | InMemoryData = "notes.csv", **more: Any) -> TrainPlan:
+def plan(dataset: str | InMemoryData = "notes.csv", **more: Any) -> Plan:
     if dataset == "notes.csv":
         more.setdefault("schema", "schema.yaml")
     return resolve({**SHORT, "dataset": dataset, **more}).plan

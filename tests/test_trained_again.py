@@ -51,8 +51,8 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 
 
 def both(*privates: Any) -> float:
-    events = tuple(p.plan.privacy.event_of(p._step.state.step) for p in privates)
-    return total_epsilon(events, privates[0].plan.privacy.delta)
+    events = tuple(p.plan.event.first(p._step.state.step) for p in privates)
+    return total_epsilon(events, privates[0].plan.settings.delta)
 
 
 @pytest.mark.promise("again")
@@ -133,7 +133,7 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.promise("again")
 def test_of_copies_of_a_training_the_longest_counts() -> None:
     """As when a network is unpickled twice, and one of them is trained further."""
-    event = resolve(SETTINGS, dataset="digits").plan.privacy.event
+    event = resolve(SETTINGS, dataset="digits").plan.event
     less = Account(event=event, begun=1)
     more = replace(less, begun=3)
     one, other = network(), network()
@@ -195,8 +195,7 @@ def test_a_teacher_is_found_wherever_a_loss_holds_it(
     holding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = network()
-    privacy = resolve(SETTINGS, dataset="digits").plan.privacy
-    done = Account(event=privacy.event)
+    done = Account(event=resolve(SETTINGS, dataset="digits").plan.event)
     done.begin(done.steps(1))
     attach(teacher, done)
     monkeypatch.setattr(sys.modules[__name__], "TEACHER", teacher)
@@ -276,7 +275,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
     first = trained(net, batch_size=whole, sigma=20)
     settings: dict[str, Any] = {"epsilon": 1.0, "epochs": 1, "batch_size": whole}
     fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
-    assert second.plan.privacy.sigma > fresh.plan.privacy.sigma
+    assert second.plan.event.noise_multiplier > fresh.plan.event.noise_multiplier
     list(second)
     assert second.epsilon == both(first, second) <= 1.0
     with pytest.raises(BudgetError, match=r"Epsilon 0\.01 is spent: earlier training costs"):
@@ -290,7 +289,7 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     settings = {**SETTINGS, "steps": 400, "max_epsilon": 1.0}
     fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
     assert 0 < len(second) < len(fresh)
-    cost = total_epsilon((*second._account.before, second.plan.privacy.event_of(len(second))), 1e-5)
+    cost = total_epsilon((*second._account.before, second.plan.event.first(len(second))), 1e-5)
     assert cost <= 1.0
 
 
@@ -353,7 +352,7 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     finish(train(resolve(SETTINGS, dataset="digits", out=str(tmp_path / "run")).plan))
     loaded = load_model(tmp_path / "run").model
     again = make_private(loaded, "digits", **SETTINGS)
-    assert again.epsilon == total_epsilon((config.privacy.event,), config.privacy.delta)
+    assert again.epsilon == total_epsilon((config.event,), config.settings.delta)
 
 
 @pytest.mark.promise("again")

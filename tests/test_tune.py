@@ -23,8 +23,7 @@ from dpmac_cli import files, progress
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.cli import tune as command
 from dpmac_cli.cli.account import Question, recount
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve, resolve_data
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, ModelError, RunError
 from dpmac_cli.models.dataset import Data
@@ -35,6 +34,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as running
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import (
     RESTARTED,
@@ -74,7 +74,7 @@ class Trainer:
     def __init__(self, scores: list[float | None]) -> None:
         self.scores, self.rates = list(scores), list[str]()
 
-    def __call__(self, plan: TrainPlan, stop: Callable[[], bool], data: Data) -> Iterator[Finished]:
+    def __call__(self, plan: Plan, stop: Callable[[], bool], data: Data) -> Iterator[Finished]:
         del data
         assert plan.settings.out is not None
         where = plan.settings.out
@@ -235,7 +235,7 @@ class Telling:
     def __init__(self, trials: int) -> None:
         self.left = trials
 
-    def __call__(self, plan: TrainPlan, stop: Callable[[], bool], data: Data) -> Iterator[Any]:
+    def __call__(self, plan: Plan, stop: Callable[[], bool], data: Data) -> Iterator[Any]:
         self.left -= 1
         said = f"trial {self.left}"
         print(said)  # noqa: T201  (as a network may)
@@ -370,7 +370,7 @@ def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
 def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint says that its cost is not that of one run."""
 
-    def copied(plan: TrainPlan, *args: Any) -> Iterator[Any]:
+    def copied(plan: Plan, *args: Any) -> Iterator[Any]:
         yield from train(plan, *args)
         assert plan.settings.out is not None
         shutil.copytree(plan.settings.out, "copy")
@@ -486,7 +486,7 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     plan = resolve(shared).plan
     return SearchSpace(
         given=shared,
-        data=resolve_data({"dataset": "digits"}),
+        facts=plan.facts,
         dimensions=dimensions,
         search=Search(trials or trials_of(3), (events_of_trial(plan),)),
         plans=(plan,),

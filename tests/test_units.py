@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dpmac_cli import ArrayData
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import user_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_in, units_of
@@ -22,11 +22,11 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release import run
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training import chunks
 from dpmac_cli.training.augmentation import views_of
-from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, report_of
-from tests.helpers import PLAN, Batches, Spy, make_trainer, tiny_data
+from tests.helpers import Batches, Spy, make_trainer, planned, tiny_data
 from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
@@ -81,10 +81,9 @@ def test_what_is_drawn_of_a_unit_does_not_depend_on_others() -> None:
 # What a unit adds to a step.
 
 
-def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 1) -> Any:
+def added(name: str, plan: Plan, data: Data, units: list[int], steps: int = 1) -> Any:
     """Whitened sums of steps that draw these units, without noise."""
     spy = Spy(0.0, 8)
-    plan = replace(PLAN, recipe=recipe)
     trainer = make_trainer(name, spy, plan=plan, data=data, sampler=Batches(units))
     for _ in range(steps):
         trainer.step()
@@ -98,16 +97,16 @@ def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 
 )
 def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, augment: str) -> None:
     """However many records it has. Adam's second step is in an ellipsoid that is not the first."""
-    views = 1 if augment == "none" else 2
-    recipe, data = Recipe(records=records, views=views, augment=augment), in_units()
+    chosen: dict[str, Any] = {"augmentations": 2, "augment": augment} if augment != "none" else {}
+    plan, data = planned(unit="unit", records_per_unit=records, **chosen), in_units()
     everyone = list(range(len(SIZES)))
-    [whole], _ = added(name, recipe, data, everyone)
+    [whole], _ = added(name, plan, data, everyone)
     for unit in everyone:
         others = [other for other in everyone if other != unit]
-        [rest], _ = added(name, recipe, data, others)
+        [rest], _ = added(name, plan, data, others)
         moved = float((whole - rest).norm())
         assert 0 < moved <= 1
-        [alone, later], _ = added(name, recipe, data, [unit], steps=2)
+        [alone, later], _ = added(name, plan, data, [unit], steps=2)
         assert max(float(alone.norm()), float(later.norm())) <= 1
 
 
@@ -128,7 +127,8 @@ def test_what_chooses_records_of_a_unit_does_not_augment_them(
 
     monkeypatch.setattr(Units, "records", noted)
     monkeypatch.setattr(chunks, "views_of", augmented)
-    added("dp-sgd", Recipe(records=2, views=2, augment="flip"), in_units(), [0, 1])
+    plan = planned(unit="unit", records_per_unit=2, augmentations=2, augment="flip")
+    added("dp-sgd", plan, in_units(), [0, 1])
     assert not np.isin(np.concatenate(chosen), np.concatenate(turned)).any()
 
 
@@ -176,16 +176,16 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
     ]
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == set(unit.tolist())
-    assert user_data.inspect(Source(Path("scans.npz"))).facts.train_size == len(sides[0])
+    assert user_data.inspect(Source(Path("scans.npz"))).train_size == len(sides[0])
 
 
 @pytest.mark.promise("unit")
 def test_sampling_counts_units() -> None:
     plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
-    units = user_data.inspect(Source(Path("scans.npz"))).facts.train_size
+    units = user_data.inspect(Source(Path("scans.npz"))).train_size
     assert units < 30
-    assert plan.privacy.event.sampling_rate == 6 / units
-    assert plan.recipe.records == 8
+    assert plan.event.sampling_rate == 6 / units
+    assert plan.records_in_a_step == 8
 
 
 def test_a_run_names_its_unit_everywhere() -> None:
@@ -243,7 +243,7 @@ def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> N
     counted = Counter([*train.units.tolist(), *test.units.tolist()])
     assert counted == {f"p{person:02}": 3 for person in range(24)}
     assert not set(train.units.tolist()) & set(test.units.tolist())
-    assert user_data.inspect(source).facts.train_size == len(set(train.units.tolist()))
+    assert user_data.inspect(source).train_size == len(set(train.units.tolist()))
     for unit in set(train.units.tolist()):
         if int(unit[1:]) % 3 == 0:  # in both classes
             assert set(train.y[train.units == unit].tolist()) == {0, 1}
@@ -254,7 +254,7 @@ def test_one_name_in_two_encodings_is_one_unit() -> None:
     pictures("train/ill/M\u00fcller/0.png", "train/well/Mu\u0308ller/1.png")
     pictures("test/ill/Meier/2.png", "test/well/Meier/3.png")
     found = user_data.inspect(Source(Path("scans"), unit="folder"))
-    assert (found.facts.train_size, found.facts.test_size) == (1, 1)
+    assert (found.train_size, found.test_size) == (1, 1)
 
 
 @pytest.mark.promise("unit")
@@ -343,7 +343,7 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
             Image.new("L", (8, 8), ord(kind)).save(place / "1.png")
     with pytest.raises(InputError, match="has no unit"):
         inspect(Source(tmp_path / "scans", unit="folder"))
-    facts = inspect(Source(tmp_path / "scans", unit="folder", skip_bad=True)).facts
+    facts = inspect(Source(tmp_path / "scans", unit="folder", skip_bad=True))
     assert facts.train_size + facts.test_size == 9  # units
 
 
@@ -360,6 +360,6 @@ def test_a_unit_with_training_and_test_records_is_refused() -> None:
     }
     rows = np.arange(8)
     apart = ArrayData(**given, unit=rows, unit_test=rows + 8)
-    assert resolve(dataset=apart, sigma=2, batch_size=4).plan.data.facts.train_size == 8
+    assert resolve(dataset=apart, sigma=2, batch_size=4).plan.facts.train_size == 8
     with pytest.raises(InputError, match="1 unit, such as 7, has training and test records"):
         resolve(dataset=ArrayData(**given, unit=rows, unit_test=rows + 7), sigma=2, batch_size=4)

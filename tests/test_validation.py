@@ -20,7 +20,6 @@ from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
 from dpmac_cli import ArrayData, load_model, make_private, predict
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.per_sample import PerSample
@@ -33,6 +32,7 @@ from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.release.run import train
 from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.step import clipped_grad
 from tests.digits_runs import run_trainer
 from tests.dp.reference import Subject, clip, region_clipping_half

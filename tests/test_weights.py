@@ -26,7 +26,7 @@ from dpmac_cli import (
     ellipsoid,
     make_private,
 )
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.class_weights import class_weights, mean_weight
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import flatten_parameters
@@ -36,7 +36,7 @@ from dpmac_cli.dp.losses import build_loss, build_weights
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.weights import RecordWeights, Weigh, WeightsApart, bounded
 from dpmac_cli.release.card import answered_card
-from dpmac_cli.training.schedules import LossKind, Recipe
+from dpmac_cli.runs.resolve import resolve
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,
@@ -46,6 +46,7 @@ from tests.helpers import (
     make_trainer,
     per_sample_gradients,
     place,
+    planned,
     tiny_data,
 )
 
@@ -291,8 +292,8 @@ def test_rows_that_fill_a_chunk_have_no_weight_to_cut() -> None:
 
 def test_a_run_trains_on_the_loss_of_its_settings() -> None:
     losses = []
-    for kind in (LossKind(), LossKind(smoothing=0.5), LossKind("focal")):
-        trainer = make_trainer("dp-sgd", plan=replace(PLAN, recipe=Recipe(loss=kind)))
+    for plan in (PLAN, planned(label_smoothing=0.5), planned(loss="focal")):
+        trainer = make_trainer("dp-sgd", plan=plan)
         per_sample = trainer.sums.per_sample
         found, *_ = per_sample(*per_sample.made_up(2))
         losses.append(found)
@@ -327,7 +328,7 @@ def test_a_unit_adds_the_clipped_mean_of_its_weighted_gradients_times_its_mean_w
 def test_the_mean_of_every_optimizer_has_the_weights(name: str) -> None:
     """Released is m + sum w c (g - m) / B, in the region of its step."""
     weights = (0.25, 1.0, 2.0, 4.0)
-    plan = replace(PLAN, recipe=Recipe(loss=LossKind(weights=weights)))
+    plan = planned(class_weights=",".join(map(str, weights)))
     rows, data = [0, 3, 7, 9, 12, 20], tiny_data()
     trainer = make_trainer(name, GaussianMechanism(0.0, 8), plan=plan, sampler=Batches(*[rows] * 3))
     trainer.step()
@@ -340,14 +341,14 @@ def test_the_mean_of_every_optimizer_has_the_weights(name: str) -> None:
     c = (CLIP_LIMIT / ((g - centre) / scale).norm(dim=1)).clamp(max=1)
     wanted = centre + ((w * c)[:, None] * (g - centre)).sum(0) / 8
     released: list[Tensor] = []
-    update = type(trainer.optimizer).update
+    update = type(trainer.plan.optimizer).update
 
     def noted(self: Any, theta: Tensor, eta: float, private: Any, moments: Any) -> None:
         released.append(private.value.clone())
         update(self, theta, eta, private, moments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(trainer.optimizer), "update", noted)
+        patch.setattr(type(trainer.plan.optimizer), "update", noted)
         trainer.step()
     torch.testing.assert_close(torch.cat(released), wanted, rtol=1e-5, atol=1e-8)
 
@@ -357,14 +358,13 @@ def test_rates_of_proportional_updates_are_divided_by_the_mean_weight(
     name: str, factor: float
 ) -> None:
     moved = []
-    for shares in ((), (0.5, 0.25, 0.125, 0.125)):
-        loss = LossKind(weights=(1.0,) * CLASSES if not shares else (1, 2, 2, 8), shares=shares)
-        plan = replace(PLAN, recipe=Recipe(loss=loss))
+    weighed = planned(class_weights="1,2,2,8", shares="0.5,0.25,0.125,0.125")
+    for plan in (planned(class_weights=",".join("1" * CLASSES)), weighed):
         trainer = make_trainer(name, plan=plan, sampler=Batches([]))  # noise alone
         before = trainer.state.theta.clone()
         trainer.step()
         moved.append(trainer.state.theta - before)
-    assert LossKind(weights=(1, 2, 2, 8), shares=(0.5, 0.25, 0.125, 0.125)).mean_weight == 0.28125
+    assert mean_weight(weighed.settings) == 0.28125
     torch.testing.assert_close(moved[1], moved[0] * (1 / 0.28125 if factor > 1 else 1))
 
 
@@ -578,9 +578,9 @@ def test_balanced_weights_are_the_inverse_of_declared_shares(uncalibrated: None)
     plan = resolve(
         {"dataset": "digits", "sigma": 1, "class_weights": "balanced", "shares": shares}
     ).plan
-    weights = plan.recipe.loss.weights
+    weights = class_weights(plan.settings)
     assert weights == pytest.approx([20] * 8 + [10, 2])
-    assert plan.recipe.loss.mean_weight == pytest.approx(10 / 20)
+    assert mean_weight(plan.settings) == pytest.approx(10 / 20)
     assert ["needs the shares of the classes", "private"][0] in faults_of(class_weights="balanced")
     assert "--shares must be 10 numbers above 0 with the sum 1" in faults_of(
         class_weights="balanced", shares="0.5,0.5"

@@ -103,6 +103,10 @@ class TrainingEvent:
         """Return the accounted probability that a record is in one of the compositions."""
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
+    def first(self, steps: int) -> "TrainingEvent":
+        """Return the event of the first ``steps`` steps."""
+        return replace(self, steps=steps)
+
     def dp_event(self) -> Any:
         """Return the event as a dp-accounting event, for any accountant of that library.
 

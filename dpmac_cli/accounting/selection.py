@@ -130,10 +130,12 @@ class Search:
     Attributes:
         trials: distribution of their number.
         candidates: events of a trial, one item for each kind.
+        space: settings that were drawn, as typed.
     """
 
     trials: Trials
     candidates: tuple[tuple[TrainingEvent, ...], ...]
+    space: tuple[str, ...] = ()
 
     @property
     def noiseless(self) -> bool:

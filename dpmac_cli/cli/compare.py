@@ -167,7 +167,8 @@ def shown(
         task = bar.add_task("", total=missing)
         for event in events:
             run = grid.runs[event.number]
-            name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
+            sigma = run.plan.event.noise_multiplier
+            name = f"{row_name(run.labels)}  sigma {sigma:.4g}  seed {run.seed}"
             report = finished_report(run)
             ended += report is not None or event.failure is not None
             bar.update(task, completed=ended)
@@ -188,9 +189,9 @@ def planned_runs(grid: Grid) -> Table:
     titles = ("run", column, "epsilon", "steps", "seeds")
     table = Table(*titles, box=None, pad_edge=False, caption=said, caption_justify="left")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        privacy, cost = run.plan.privacy, "no privacy"
-        if privacy.private:
-            cost = format_epsilon(total_epsilon((privacy.event,), privacy.delta))
-        shown = (f"{run.column:g}", cost, f"{privacy.steps:,}", str(len(grid.seeds)))
+        each, cost = run.plan, "no privacy"
+        if each.private:
+            cost = format_epsilon(total_epsilon((each.event,), each.settings.delta))
+        shown = (f"{run.column:g}", cost, f"{each.event.steps:,}", str(len(grid.seeds)))
         table.add_row(row_name(run.labels), *shown)
     return table

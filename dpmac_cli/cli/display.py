@@ -15,7 +15,7 @@ from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar, print_private_notes
 from dpmac_cli.cli.options import stop
 from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.release import sentences
@@ -103,14 +103,14 @@ class RunDisplay:
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.print(Text(note, ATTENTION))
         step = event.event.step
-        self._pace(step, event.event.seconds, self._plan.privacy.steps)
+        self._pace(step, event.event.seconds, self._plan.event.steps)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
             self._task,
             completed=step,
-            description=f"epoch {math.ceil(step / self._plan.privacy.steps_per_epoch)}",
-            figures=spent if self._plan.privacy.private else "no privacy",
+            description=f"epoch {math.ceil(step / self._plan.event.steps_per_epoch)}",
+            figures=spent if self._plan.private else "no privacy",
         )
         if isinstance(event.event, Evaluated):
             result = event.event.result
@@ -120,7 +120,7 @@ class RunDisplay:
 
     def _remark(self, result: evaluation.Evaluation) -> Iterator[str]:
         """Yield a note on a model that learned little, and what can be done in this run."""
-        found = result.results.remark(self._plan.recipe.loss.name)
+        found = result.results.remark(self._plan.settings.loss)
         if found is not None:
             yield f"{found.said} {remedy(self._plan)}" if found.untaught else found.said
 
@@ -132,9 +132,9 @@ class RunDisplay:
         self._paced = True
         left = (seconds - began) / (step - first) * (steps - step)
         if left > LONG:
-            head = self._plan.data.facts.holds == "images" and not self._plan.network.features
+            head = self._plan.facts.holds == "images" and not self._plan.features
             ways = ["fewer --epochs"]
-            if self._plan.network.model.name != SMALLEST:
+            if self._plan.model.name != SMALLEST:
                 ways.append("a smaller --model")
             if head:
                 ways.append("a head on a public network: --backbone")
@@ -151,26 +151,27 @@ class RunDisplay:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan, privacy, (trained, total) = event.plan, event.plan.privacy, event.parameters
-    found, of_all = plan.data.found, f" trained of {total:,}" * (trained < total)
+    plan, facts, (trained, total) = event.plan, event.plan.facts, event.parameters
+    settings, of_all = plan.settings, f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
         (plan.optimizer.name, "bold"),
-        f" on {found.name}: {plan.data.facts.train_size:,} "
-        f"{'units' if found.unit else 'records'}, "
-        f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.device}",
+        f" on {facts.name}: {facts.train_size:,} "
+        f"{'units' if facts.unit else 'records'}, "
+        f"{plan.model.name} with {trained:,}{of_all} parameters, {settings.device}",
     )
-    if not privacy.private:
+    if not plan.private:
         yield NO_PRIVACY
     else:
         yield Text(
-            f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
-            f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
+            f"sigma {plan.event.noise_multiplier:g}, expected batch {settings.batch_size}, "
+            f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
+            f"delta {settings.delta:g}"
         )
         kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
-        several = f"{privacy.unit}, given by {found.unit}"
-        yield Text(f"unit of privacy: {several if found.unit else kinds[plan.data.facts.holds]}")
-    if privacy.canaries:
-        audit = f"AUDIT: {privacy.canaries:,} canaries, about half of them trained on; the model "
+        several = f"{plan.unit}, given by {facts.unit}"
+        yield Text(f"unit of privacy: {several if facts.unit else kinds[facts.holds]}")
+    if settings.canaries:
+        audit = f"AUDIT: {settings.canaries:,} canaries, about half of them trained on; the model "
         yield Text(f"{audit}will be unfit for release", "bold red")
     if event.done:
         yield Text(f"continuing after step {event.done}, with new noise", ATTENTION)
@@ -246,16 +247,16 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
         )
 
 
-def remedy(plan: TrainPlan) -> str:
+def remedy(plan: Plan) -> str:
     """Return what may help a model that learned nothing, in one sentence or two."""
-    if not plan.privacy.private:
-        other = "--model" if plan.network.model.name != SMALLEST else f"--model than {SMALLEST}"
+    if not plan.private:
+        other = "--model" if plan.model.name != SMALLEST else f"--model than {SMALLEST}"
         return f"Train longer, or with another --lr or {other}."
-    noise = "a smaller --sigma" if plan.privacy.target is None else "a larger --epsilon"
+    noise = "a smaller --sigma" if plan.settings.epsilon is None else "a larger --epsilon"
     ways = [noise, "more records"]
-    if plan.data.facts.task.target.startswith("float"):
+    if plan.facts.task.target.startswith("float"):
         ways.append("a narrower range of the target")
-    if plan.network.model.name != SMALLEST and plan.data.facts.holds != "texts":
+    if plan.model.name != SMALLEST and plan.facts.holds != "texts":
         ways.append(f"a smaller network (--model {SMALLEST})")
     return (
         "If longer training and another --lr do not help, there is too much noise: use "

@@ -28,10 +28,9 @@ __all__ = (
 
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
-    from dpmac_cli.config import resolve
     from dpmac_cli.data import cache, csv_file, table
     from dpmac_cli.release import audit, prediction, report, run
-    from dpmac_cli.runs import environment, folder, workers
+    from dpmac_cli.runs import environment, folder, resolve, workers
     from dpmac_cli.studies import local, ray_cluster, tune
     from dpmac_cli.training import distributed
 else:
@@ -46,7 +45,7 @@ else:
     prediction = OnFirstUse("dpmac_cli.release.prediction")
     ray_cluster = OnFirstUse("dpmac_cli.studies.ray_cluster")
     report = OnFirstUse("dpmac_cli.release.report")
-    resolve = OnFirstUse("dpmac_cli.config.resolve")
+    resolve = OnFirstUse("dpmac_cli.runs.resolve")
     run = OnFirstUse("dpmac_cli.release.run")
     table = OnFirstUse("dpmac_cli.data.table")
     tune = OnFirstUse("dpmac_cli.studies.tune")

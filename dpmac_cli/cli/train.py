@@ -74,7 +74,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
             resolved = late.resolve.resolve(flags, start.config)
-        settings = resolved.settings
+        settings = resolved.plan.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))
     quiet, json = settings.quiet, settings.json

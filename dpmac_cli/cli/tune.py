@@ -81,15 +81,15 @@ def tune(flags: TuneFlags, **given: Any) -> None:
 
 
 def _plan_lines(space: SearchSpace) -> Iterator[str]:
-    trials, delta = space.search.trials, space.plans[0].privacy.delta
-    yield f"search on {space.data.found.name} over:"
+    trials, delta = space.search.trials, space.plans[0].settings.delta
+    yield f"search on {space.facts.name} over:"
     yield from (f"  {dimension.text}" for dimension in space.dimensions)
     yield (
         f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
         f"{trials.most:,}, log w = {trials.log_weight:.4g}; its mean is {trials.mean:g}"
     )
-    for each in dict.fromkeys(candidate.privacy for candidate in space.plans):
-        yield f"  {each.steps:,} steps with noise multiplier {each.sigma:g}"
+    for event in dict.fromkeys(candidate.event for candidate in space.plans):
+        yield f"  {event.steps:,} steps with noise multiplier {event.noise_multiplier:g}"
     one, all_ = map(format_epsilon, (space.search.trial_epsilon(delta), space.epsilon))
     yield f"one trial: epsilon {one}, with its covered score"
     yield f"search and model together: epsilon {all_} at delta {delta:g}"

@@ -190,7 +190,10 @@ TOKENS_AT_A_TIME = 4096
 
 
 def completed(given: Settings, facts: Dataset) -> Settings:
-    """Return settings with every default that depends on the dataset or on others."""
+    """Return settings with every default that depends on the dataset or on others.
+
+    That of ``physical_batch`` depends on the device: :func:`physical_batch`.
+    """
     recipe = recipe_of(given)
     rule = best(given, facts) if recipe == BEST else {}
     given = given.filled({"recipe": recipe, **rule})
@@ -202,8 +205,7 @@ def completed(given: Settings, facts: Dataset) -> Settings:
     if facts.task.network is not None:
         of_task |= {"model": facts.task.network, "train": "lora"}
         of_task |= {"lora_rank": Trained.rank} if given.train in (None, "lora") else {}
-    found = given.filled(_depending(given, facts.defaults) | of_task)
-    return found.filled({"physical_batch": _samples_at_a_time(found, facts)})
+    return given.filled(_depending(given, facts.defaults) | of_task)
 
 
 def _delta(records: int) -> float:
@@ -257,10 +259,16 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     return max(1, most // (found.augmentations or 1))
 
 
-def samples_on_gpu(settings: Settings, facts: Dataset) -> int:
-    """Return how many samples a GPU should process at a time, as far as images have one size."""
-    if settings.train == "head" or settings.backbone is not None:
+def physical_batch(settings: Settings, facts: Dataset, device: str) -> int:
+    """Return the number of samples to process at a time on a type of device, such as "cuda".
+
+    A GPU processes more of them, as far as images have one size.
+    """
+    if settings.physical_batch is not None:
         return settings.physical_batch
+    samples = _samples_at_a_time(settings, facts)
+    if device != "cuda" or settings.train == "head" or settings.backbone is not None:
+        return samples
     pixels = max(SMALL, facts.shape[1] * facts.shape[2])
     fitting = ON_GPU * SMALL // pixels // (settings.augmentations or 1)
-    return max(settings.physical_batch, fitting)
+    return max(samples, fitting)

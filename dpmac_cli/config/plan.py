@@ -1,191 +1,31 @@
-"""Plan of a training run: settings resolved to plain values, in parts by who needs them."""
+"""Plan of a training run: completed settings, facts of its records, its privacy event."""
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import calibrate_noise
+from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
-from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.models.encoders import TextEncoder
+from dpmac_cli.data.schema import DataFacts
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.encoders import TextEncoder, read_encoder
 from dpmac_cli.models.registry import (
+    BACKBONES,
     Backbone,
     BuiltIn,
     Features,
+    Scattered,
     Trained,
     UserModel,
     parse_model,
 )
-from dpmac_cli.optim import Optimizer
-from dpmac_cli.training.schedules import Recipe
-
-if TYPE_CHECKING:
-    from dpmac_cli.data.table_schema import TableSchema
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPlan:
-    """Dataset of a run: where its records are, how to read them, and facts of them.
-
-    Attributes:
-        dataset: name as typed.
-        source: a registered name, or your own dataset and how to read it.
-        found: facts of the records, read once.
-        folder: folder of registered datasets.
-    """
-
-    dataset: str
-    source: str | Source
-    found: DataFacts
-    folder: Path
-
-    @property
-    def facts(self) -> Dataset:
-        """Public facts of the dataset."""
-        return self.found.facts
-
-    @property
-    def own(self) -> bool:
-        """Return whether it is your own dataset instead of a registered one."""
-        return isinstance(self.source, Source)
-
-    @property
-    def schema(self) -> "TableSchema | None":
-        """Return the declared schema of its table; None for other data."""
-        return self.source.schema if isinstance(self.source, Source) else None
-
-    @property
-    def reader(self) -> TextReader | None:
-        """Return how its texts are read; None if there are none."""
-        return self.source.texts if isinstance(self.source, Source) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkPlan:
-    """Network of a run, and what it starts from.
-
-    Attributes:
-        fix_norm: whether batch norms of a user-supplied network are replaced.
-        isolate: whether the network runs on each sample alone even if proven independent.
-        features: features that the network takes instead of images; None for images.
-        pretrained: file of public weights to start from; None for random weights or a backbone's.
-        trained: trained part of the network.
-    """
-
-    model: BuiltIn | UserModel
-    fix_norm: bool
-    isolate: bool
-    features: Features | None
-    pretrained: Path | None
-    trained: Trained
-
-    @property
-    def starts_public(self) -> bool:
-        """Return whether the network starts from public weights."""
-        return self.pretrained is not None or isinstance(self.features, Backbone | TextEncoder)
-
-    @property
-    def head_only(self) -> bool:
-        """Return whether only the last linear layer of a network on images is trained."""
-        return self.trained.part == "head" and self.features is None
-
-
-#: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
-FEW_GUESSES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
-    """Privacy of a run: what its epsilon is computed from.
-
-    Attributes:
-        private: whether gradients are clipped and noise is added.
-        event: accounting event of the whole run; its noise is 0 without privacy.
-        batch_size: expected batch size B.
-        max_epsilon: epsilon to stop before; infinite for no limit.
-        unit: unit of privacy, in words.
-        score: event of the test score, which covers the test records; None for exact scores.
-        canaries: number of canaries of an audit; 0 without one.
-        target: epsilon that the noise was calibrated for; None if the noise was given.
-    """
-
-    private: bool
-    event: TrainingEvent
-    batch_size: int
-    delta: float
-    max_epsilon: float
-    unit: str
-    score: TrainingEvent | None
-    canaries: int
-    target: float | None = None
-
-    @property
-    def guesses(self) -> int:
-        """Return the number of canaries that the attack guesses, half of them in, half out."""
-        return max(self.canaries // 10, min(self.canaries, FEW_GUESSES))
-
-    @property
-    def sigma(self) -> float:
-        """Noise multiplier; 0 without privacy."""
-        return self.event.noise_multiplier
-
-    @property
-    def steps(self) -> int:
-        """T."""
-        return self.event.steps
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """ceil(n/B)."""
-        return self.event.steps_per_epoch
-
-    def event_of(self, steps: int) -> TrainingEvent:
-        """Return the accounting event of the first ``steps`` steps."""
-        return replace(self.event, steps=steps)
-
-
-@dataclass(frozen=True)
-class CheckpointInterval:
-    """Steps and seconds between checkpoints; 0 and infinite for no limit.
-
-    Attributes:
-        share: largest fraction of the time that may be spent on checkpoints that are due by their
-            steps.
-    """
-
-    steps: int
-    seconds: float
-    share: float = math.inf
-
-    def at(self, step: int) -> bool:
-        """Return whether a checkpoint is due by its step."""
-        return self.steps > 0 and step % self.steps == 0
-
-    def due(self, step: int, seconds: float, cost: float) -> bool:
-        """Return whether a checkpoint, which takes ``cost`` seconds, is due at a step.
-
-        ``seconds`` have passed since the last one.
-        """
-        return seconds >= self.seconds or (self.at(step) and cost <= self.share * seconds)
-
-
-@dataclass(frozen=True)
-class SearchPlan:
-    """Search that a run is one trial of.
-
-    Attributes:
-        search: number of trials and candidates, from which its privacy cost follows.
-        space: settings that were drawn, as typed.
-    """
-
-    search: Search
-    space: tuple[str, ...]
-
+from dpmac_cli.optim import OPTIMIZERS, Optimizer
 
 #: Settings that do not describe a run, which config.yaml does not have.
 NOT_RECORDED = (
@@ -194,37 +34,100 @@ NOT_RECORDED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
+@dataclass(frozen=True)
+class Plan:
+    """Training run that is about to begin. Its records are not read again.
 
     Attributes:
-        settings: completed settings, with the noise that was calibrated.
-        recipe: training settings besides the optimizer.
-        gpu_batch: number of samples to process at a time on a GPU; it differs from the physical
-            batch only if that was not given.
-        device: as typed, or the one that it is trained on.
+        settings: settings as the user gave them, completed with every default.
+        facts: facts of the records, read once.
+        event: accounting event of the whole run; its noise is 0 without privacy.
+        optimizer: update rule with its hyperparameters.
         search: search that the run is one trial of; None if it is a run by itself.
     """
 
     settings: Settings
-    data: DataPlan
-    network: NetworkPlan
-    privacy: PrivacyPlan
+    facts: DataFacts
+    event: TrainingEvent
     optimizer: Optimizer
-    recipe: Recipe
-    gpu_batch: int
-    device: str
-    checkpoints: CheckpointInterval
-    search: SearchPlan | None = None
+    search: Search | None = None
 
-    def physical_batch_on(self, device: str) -> int:
-        """Return the number of samples to process at a time on a type of device, such as "cuda"."""
-        return self.gpu_batch if device == "cuda" else self.settings.physical_batch
+    @property
+    def private(self) -> bool:
+        """Return whether gradients are clipped and noise is added."""
+        return not self.settings.no_dp
+
+    @property
+    def max_epsilon(self) -> float:
+        """Return the epsilon to stop before; infinity for no limit."""
+        return self.settings.max_epsilon or math.inf
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of privacy in words."""
+        if self.settings.cover_scores:
+            return COVERED_UNIT if self.facts.unit else COVERED_RECORD
+        return UNIT if self.facts.unit else RECORD
+
+    @cached_property
+    def score(self) -> TrainingEvent | None:
+        """Return the event of the test score, if it covers the test records; None if it is exact.
+
+        It costs at most as much as training. Raises BudgetError if no noise does.
+        """
+        if not self.settings.cover_scores:
+            return None
+        delta = self.settings.delta
+        target = min(total_epsilon((self.event,), delta), self.max_epsilon)
+        return score_event(calibrate_noise(score_event(0.0), delta, target))
+
+    @property
+    def model(self) -> BuiltIn | UserModel:
+        """Return the network to train."""
+        return parse_model(self.settings.model)
+
+    @cached_property
+    def features(self) -> Features | None:
+        """Return the features that the network takes instead of records; None for records.
+
+        Raises InputError if the network that computes them cannot be used.
+        """
+        settings = self.settings
+        if settings.backbone is not None and settings.backbone not in BACKBONES:
+            return _text_encoder(settings.backbone, self.facts)
+        if settings.backbone is not None and settings.backbone_size is not None:
+            return Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
+        return None if settings.features is None else Scattered(settings.features)
+
+    @property
+    def pretrained(self) -> Path | None:
+        """Return the file of public weights to start from, apart from those of a backbone."""
+        return None if self.settings.pretrained is None else Path(self.settings.pretrained)
+
+    @property
+    def trained(self) -> Trained:
+        """Return the trained part of the network."""
+        settings = self.settings
+        return Trained(settings.train or "all", settings.lora_rank or Trained.rank)
+
+    @property
+    def starts_public(self) -> bool:
+        """Return whether the network starts from public weights."""
+        return self.pretrained is not None or isinstance(self.features, Backbone | TextEncoder)
+
+    @property
+    def records_in_a_step(self) -> int:
+        """Return the number of records that are drawn from each unit of privacy in a step."""
+        return self.settings.records_per_unit if self.facts.unit else 1
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of network inputs per unit of privacy and step, with all views."""
+        return self.records_in_a_step * (self.settings.augmentations or 1)
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Settings that describe the run, which config.yaml and checkpoints keep.
+        """Return the settings that describe the run, which config.yaml and checkpoints keep.
 
         Those of a dataset are among them if it is your own.
         """
@@ -233,21 +136,19 @@ class TrainPlan:
             for name, option in SETTINGS.items()
             if (value := getattr(self.settings, name)) is not None
             and name not in NOT_RECORDED
-            and (self.data.own or option.group != DATA)
+            and (self.facts.source is not None or option.group != DATA)
         }
-        if not isinstance(parse_model(self.settings.model), UserModel):
+        if not isinstance(self.model, UserModel):
             kept.pop("fix_norm")
-        if self.gpu_batch != self.settings.physical_batch:  # not given: the device decides
-            kept.pop("physical_batch")
-        if not self.data.facts.standardised:
+        if not self.facts.standardised:
             kept.pop("standardise")
         return kept
 
     @property
     def stem(self) -> str:
-        """Beginning of the name of a new folder in runs/, before its number."""
-        no_dp = "" if self.privacy.private else "-no-dp"
-        return f"{self.data.found.name}-{self.optimizer.name}{no_dp}"
+        """Return the beginning of the name of a new folder in runs/, before its number."""
+        no_dp = "" if self.private else "-no-dp"
+        return f"{self.facts.name}-{self.optimizer.name}{no_dp}"
 
     @property
     def timed(self) -> bool:
@@ -257,17 +158,54 @@ class TrainPlan:
         """
         return self.search is None
 
-    def on(self, device: str) -> "TrainPlan":
+    def on(self, device: str) -> "Plan":
         """Return the plan of the same run on another device."""
-        return replace(self, device=device)
+        return replace(self, settings=self.settings.replace(device=device))
 
-    def placed(self, folder: Path, *, force: bool = False) -> "TrainPlan":
+    def placed(self, folder: Path, *, force: bool = False) -> "Plan":
         """Return the plan of the same run in another folder, where ``force`` replaces a run."""
         return replace(self, settings=self.settings.replace(out=folder, force=force))
 
 
-def unit_of_privacy(found: DataFacts, *, covered: bool) -> str:
-    """Return the unit of privacy in words; ``covered`` if test records are protected too."""
-    if covered:
-        return COVERED_UNIT if found.unit else COVERED_RECORD
-    return UNIT if found.unit else RECORD
+def _text_encoder(named: str, facts: DataFacts) -> TextEncoder:
+    """Return the features of a text encoder. Raises InputError."""
+    encoder = read_encoder(named)
+    if (read := facts.reader) is not None and read != encoder.reader(read.limit):
+        raise InputError(
+            f"--backbone {named} has another tokenizer than the one that {facts.typed} was read "
+            "with. All runs of a search read it once: search over encoders with the same "
+            "tokenizer, or search for each of them."
+        )
+    return encoder.of(facts.texts, causal=facts.task.network is not None)
+
+
+def optimizer_of(settings: Settings) -> Optimizer:
+    """Return the optimizer of completed settings, with its hyperparameters."""
+    kind = OPTIMIZERS[settings.optimizer]
+    return kind(**{name: getattr(settings, name) for name in kind.used()})
+
+
+def event_of(settings: Settings, records: int) -> TrainingEvent:
+    """Return the accounting event of a run of completed settings, with the noise that they have.
+
+    With K canaries a run has n + K/2 records on average.
+    """
+    per_epoch = max(1, math.ceil(records / settings.batch_size))
+    steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
+    rate = settings.batch_size / (records + (settings.canaries or 0) / 2)
+    rate = min(1.0, rate)  # a batch that is too large is refused with all other faults
+    return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
+
+
+def calibrated(
+    settings: Settings, event: TrainingEvent, earlier: tuple[TrainingEvent, ...] = ()
+) -> TrainingEvent:
+    """Return an event with the least noise for which the whole run costs at most its epsilon.
+
+    That also covers ``earlier`` events on the same records. An event whose noise was given is
+    unchanged. Raises BudgetError if no noise meets epsilon.
+    """
+    if settings.no_dp or settings.epsilon is None:
+        return event
+    sigma = calibrate_noise(event, settings.delta, settings.epsilon, earlier=earlier)
+    return replace(event, noise_multiplier=sigma)

@@ -37,7 +37,6 @@ from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.known import LOSSES, METRICS
 from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
-from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
 LATER: Any = None
@@ -70,6 +69,10 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "augment": ("augmentations",),
     "shares": ("class_weights",),
 }
+#: Learning rate schedules after the warm-up.
+SCHEDULES = ("constant", "cosine", "linear")
+#: Ways to augment an image.
+AUGMENTS = ("crop+flip", "crop", "flip")
 #: Class weights that follow from the shares of the classes.
 BALANCED = "balanced"
 #: Default of ``delta`` in (epsilon, delta).
@@ -355,7 +358,7 @@ class Settings(Priced, frozen=True):
     ] = None
     """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
     for the audit."""
-    physical_batch: Count = LATER
+    physical_batch: Count | None = None
     """Physical batch size: samples to process at a time. [default: depends on network, dataset and
     device]"""
     device: Device = "auto"

@@ -99,8 +99,9 @@ def read_dataset(
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
     array = x.shape[1:] if is_numbers and x.ndim < OF_IMAGES else ()
     return DataFacts(
-        dataset_of(source, (train, test), _shape_of(x, source), task, ends, array),
-        source.path.resolve().stem.strip("<>"),
+        **vars(dataset_of(source, (train, test), _shape_of(x, source), task, ends, array)),
+        name=source.path.resolve().stem.strip("<>"),
+        source=source,
         held_out="x_test" not in arrays,
         unit="" if units is None else source.unit or "unit",
         inferred=(*inferred, *["classes"] * (not named)),

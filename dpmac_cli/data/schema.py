@@ -1,7 +1,7 @@
 """Your own dataset: how to read it, its facts, and messages about its faults. Loads nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,8 +126,8 @@ class Signs:
     expected: bool = False  # whether equal records are a matter of course, as with few columns
 
 
-@dataclass(frozen=True)
-class DataFacts:
+@dataclass(frozen=True, kw_only=True)
+class DataFacts(Dataset):
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
@@ -136,8 +136,8 @@ class DataFacts:
     are no fact: they are neither compared nor copied to other processes.
     """
 
-    facts: Dataset
     name: str  # without the folders above it
+    source: Source | None = None  # your own dataset and how to read it; None for a registered one
     held_out: bool = False  # the test records were split off from the private ones
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
@@ -148,6 +148,31 @@ class DataFacts:
     signs: Signs = field(default=Signs(), repr=False)
     # Of training and of testing; none if the facts came from another process.
     records: Sequence[Records] = field(default=(), compare=False, repr=False)
+
+    @property
+    def typed(self) -> str:
+        """Return the value of ``--dataset``: a registered name, or a path."""
+        return self.name if self.source is None else str(self.source.path)
+
+    @property
+    def chosen(self) -> str | Source:
+        """Return what to load: a registered name, or your own dataset."""
+        return self.source or self.name
+
+    @property
+    def schema(self) -> "TableSchema | None":
+        """Return the declared schema of a table; None for other data."""
+        return None if self.source is None else self.source.schema
+
+    @property
+    def reader(self) -> TextReader | None:
+        """Return how texts are read; None if there are none."""
+        return None if self.source is None else self.source.texts
+
+    @property
+    def public(self) -> Dataset:
+        """Return the facts that the registry has of its datasets."""
+        return Dataset(**{each.name: getattr(self, each.name) for each in fields(Dataset)})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the facts without the records."""

@@ -31,8 +31,8 @@ def load(source: Source, found: DataFacts | None = None) -> Sequence[Records]:
     if found is not None and found.records:
         return found.records
     again = inspect(source)
-    if found is not None and again.facts != found.facts:
-        parts = (again.facts, found.facts)
+    if found is not None and again.public != found.public:
+        parts = (again, found)
         now, before = (f"{part.train_size:,} + {part.test_size:,}" for part in parts)
         raise InputError(
             f"{source.path} changed while it was being read ({before} training and test "

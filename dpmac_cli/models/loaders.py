@@ -6,7 +6,7 @@ import torch
 
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.published import read_published
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import DataFacts, Records, Source
 from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
@@ -36,7 +36,8 @@ def load_data(
     """
     if isinstance(chosen, Source):
         found = found or inspect(chosen)
-        facts, records = found.facts, load_own(chosen, found)
+        facts: Dataset = found
+        records = load_own(chosen, found)
     else:
         facts = DATASETS[chosen]
         records = read_published(chosen, data_dir, download)

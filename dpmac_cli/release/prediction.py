@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.plan import DataPlan
-from dpmac_cli.config.resolve import resolve_data
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
 from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
@@ -22,6 +21,7 @@ from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.schema import (
     NONE_LEFT_OUT,
     TABLES,
+    DataFacts,
     InMemoryData,
     LeftOut,
     complaints,
@@ -34,7 +34,7 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
+from dpmac_cli.files import PRIVATE_MODE, data_folder, to_csv, write_atomically
 from dpmac_cli.models.build import Network
 from dpmac_cli.models.dataset import Data, standardisation
 from dpmac_cli.models.loaders import load_data
@@ -44,6 +44,7 @@ from dpmac_cli.release.report import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
+from dpmac_cli.runs.resolve import read_facts, settings_of_data
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 
@@ -91,25 +92,26 @@ def score(
     where = choose_device(device)
     released = load_model(path, where, factory=factory, network=network)
     file, facts = released.path, released.header
-    plan = _chosen(released, {"dataset": dataset, "data_dir": data_dir})
-    known = plan.facts
+    below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
+    known = _facts_of_data(released, below, chosen)
     if known.shape != facts.input.shape:
         raise ModelError(
-            f"{file} does not fit {plan.found.name}: it takes records of shape "
+            f"{file} does not fit {known.name}: it takes records of shape "
             f"{facts.input.shape}, but those of the dataset have {known.shape}."
         )
-    if known.task != facts.task and (plan.own or known.task.outputs != facts.task.outputs):
+    fits = known.source is None and known.task.outputs == facts.task.outputs
+    if known.task != facts.task and not fits:
         raise ModelError(
-            f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
+            f"{known.typed} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
-    data = load_data(plan.source, plan.folder, where, found=plan.found)
+    data = load_data(known.chosen, data_folder(chosen.data_dir), where, found=known)
     return Scored(
         result=_evaluated(released.model, facts, data),
-        dataset=plan.found.name,
+        dataset=known.name,
         path=file,
         covered=facts.privacy.covered_scores is not None,
-        held_out=plan.found.held_out,
+        held_out=known.held_out,
     )
 
 
@@ -121,8 +123,11 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     return evaluate(model, data, data.test)
 
 
-def _chosen(released: Released, given: dict[str, Any]) -> DataPlan:
-    """Return the data to score on. Raises InputError and ModelError."""
+def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path | None, Settings]:
+    """Return the config.yaml beside a model, if it is of your own data, and settings of the data.
+
+    Raises InputError.
+    """
     file, known = released.path, released.header.dataset
     beside = file.parent / CONFIG
     # A run's config.yaml records how your own data was read and split.
@@ -133,19 +138,25 @@ def _chosen(released: Released, given: dict[str, Any]) -> DataPlan:
                 f"{file} was trained on your own data, {known.name}. Set --dataset to its path."
             )
         given = {**given, "dataset": known.name}
+    return below, settings_of_data(given, below)
+
+
+def _facts_of_data(released: Released, below: Path | None, chosen: Settings) -> DataFacts:
+    """Read the data to score on, and return its facts. Raises InputError and ModelError."""
+    file, known = released.path, released.header.dataset
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
-    plan = resolve_data(given, below, released.reader, schema)
-    if schema is not None and plan.schema is not None and plan.schema.columns != schema.columns:
+    facts = read_facts(chosen, released.reader, schema)
+    if schema is not None and facts.schema is not None and facts.schema.columns != schema.columns:
         raise ModelError(
-            f"{plan.dataset} has a schema with other columns than the one that {file} was trained "
+            f"{facts.typed} has a schema with other columns than the one that {file} was trained "
             "with. Pass that schema to from_dataframe."
         )
-    if below is None and plan.found.held_out:
+    if below is None and facts.held_out:
         raise InputError(
-            f"{plan.dataset} has no test set, and the split is only recorded in the {CONFIG} of "
+            f"{facts.typed} has no test set, and the split is only recorded in the {CONFIG} of "
             "the run. Use the run's folder, or data with a test set."
         )
-    return plan
+    return facts
 
 
 #: What to do about records that cannot be used, and about files that are no records.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.account import check_composable
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.class_weights import class_weights
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import InMemoryData, Source
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
@@ -26,12 +26,12 @@ from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import NO_SEED, PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, parts_held_by
-from dpmac_cli.training.schedules import LossKind
 
 
 class PrivateTraining(PrivateProgram):
@@ -74,8 +74,8 @@ class PrivateTraining(PrivateProgram):
             be added.
     """
 
-    __slots__ = ("_seconds", "_target", "_task")
-    _plan: TrainPlan
+    __slots__ = ("_seconds", "_task")
+    _plan: Plan
     _step: Trainer
 
     def __init__(
@@ -103,24 +103,24 @@ class PrivateTraining(PrivateProgram):
         if {**given, **keywords}.get("seed") is not None:
             raise InputError(NO_SEED)
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
-        device = choose_device(resolved.plan.device)
+        device = choose_device(resolved.plan.settings.device)
         plan = _as_asked(resolved.plan.on(str(device)), {**given, **keywords})
-        if plan.privacy.score is not None:
+        if plan.settings.cover_scores:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:
             plan = _with_loss(plan, own)
-        unit = unit_of(plan.privacy, plan.data)
-        if plan.privacy.private:
+        unit = unit_of(plan)
+        if plan.private:
             check_composable(earlier, unit)
-        if earlier and plan.privacy.canaries:
+        if earlier and plan.settings.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
             )
-        self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
+        self._seconds = 0.0
         self._begin(plan, unit, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
-        if weigh is not None and plan.recipe.loss.weights:
+        if weigh is not None and class_weights(plan.settings):
             raise InputError(
                 "class_weights and weights= are two ways to say the same. Use one of them."
             )
@@ -129,7 +129,7 @@ class PrivateTraining(PrivateProgram):
         )
         self._held = parts_held_by(model, held)
         weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
-        self._plan = _with_weights(self._plan, weighed)
+        self._task = replace(self._task, weighed=weighed)
         on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model, self._step.sums.size), *on_run)
@@ -140,15 +140,10 @@ class PrivateTraining(PrivateProgram):
         """Return the network. Steps run it in the modes in which it was validated."""
         return self._task.model
 
-    @property
-    def plan(self) -> TrainPlan:
-        """Return the plan of the training, with ``sigma`` and ``delta``."""
-        return self._plan
-
     def _notes_on_earlier(self) -> tuple[str, ...]:
         if not (events := self._account.before):
             return ()
-        cost, target = total_epsilon(events, self._plan.privacy.delta), self._target
+        cost, target = total_epsilon(events, self.delta), self._plan.settings.epsilon or math.inf
         steps = sum(event.steps for event in events)
         spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
         return (
@@ -204,7 +199,7 @@ class PrivateTraining(PrivateProgram):
         trainer.check_finite()
         trainer.check_network()
         step = trainer.state.step
-        epoch, result = step / plan.privacy.steps_per_epoch, self.evaluate()
+        epoch, result = step / plan.event.steps_per_epoch, self.evaluate()
         trainer.check_network()  # it also runs while it is scored
         scored = Evaluated(step, epoch, self._seconds, result, last=True)
         session = Session(
@@ -223,33 +218,25 @@ class PrivateTraining(PrivateProgram):
             return publish(session)
 
 
-def _as_asked(plan: TrainPlan, asked: Mapping[str, Any]) -> TrainPlan:
+def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:
     """Return a plan without an average of weights, or standardised arrays, that nobody asked for.
 
     So the network that a program holds is the one that was trained, on records as it gave them.
     """
+    settings, facts = plan.settings, plan.facts
     if asked.get("ema") is None:
-        settings, recipe = plan.settings.replace(ema=None), replace(plan.recipe, ema=0.0)
-        plan = replace(plan, settings=settings, recipe=recipe)
-    source, found = plan.data.source, plan.data.found
-    memory = source.in_memory if isinstance(source, Source) else None
+        settings = settings.replace(ema=None)
+    memory = None if facts.source is None else facts.source.in_memory
     if asked.get("standardise") is None and memory is not None and memory.arrays is not None:
-        found = replace(found, facts=replace(found.facts, standardised=False))
-        plan = replace(plan, data=replace(plan.data, found=found))
-    return plan
+        facts = replace(facts, standardised=False)
+    return replace(plan, settings=settings, facts=facts)
 
 
-def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:
+def _with_loss(plan: Plan, loss: Loss) -> Plan:
     """Return a plan, and so a report, that names a function as the loss."""
     called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
-    recipe = replace(plan.recipe, loss=LossKind(called))
-    return replace(plan, recipe=recipe, settings=plan.settings.replace(loss=called))
-
-
-def _with_weights(plan: TrainPlan, weighed: str) -> TrainPlan:
-    """Return a plan, and so a report, that names where a program's weights come from, if any."""
-    loss = replace(plan.recipe.loss, weighed=weighed)
-    return replace(plan, recipe=replace(plan.recipe, loss=loss))
+    own = {"loss": called, "label_smoothing": 0.0, "class_weights": None, "shares": None}
+    return replace(plan, settings=plan.settings.replace(**own))
 
 
 #: Opacus also uses this name.

@@ -12,7 +12,8 @@ import safetensors.torch
 
 from dpmac_cli import __version__, files
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import WithHead
@@ -48,7 +49,7 @@ def publish(session: Session) -> Finished:
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
-    if scored is None and plan.privacy.score is None:  # the run was resumed at its end
+    if scored is None and plan.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     facts = public_facts(plan, session.account, task, trainer.sums.size)
     with trainer.published():
@@ -64,9 +65,9 @@ def publish(session: Session) -> Finished:
     return Finished(written.values(), where, _state_of(session))
 
 
-def _write_adapter(task: PreparedRun, plan: TrainPlan, where: Path) -> None:
+def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
     """Write the LoRA updates of a language model; nothing for other runs."""
-    if plan.data.facts.task.network is None or not isinstance(task.model, WithHead):
+    if plan.facts.task.network is None or not isinstance(task.model, WithHead):
         return
     # Its folder without those above it, which may tell of the user.
     tensors, config = adapter_of(task.model, f"./{Path(plan.recorded['backbone']).resolve().name}")
@@ -75,13 +76,13 @@ def _write_adapter(task: PreparedRun, plan: TrainPlan, where: Path) -> None:
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
-def public_facts(plan: TrainPlan, spent: Account, task: PreparedRun, trained: int) -> report.Facts:
+def public_facts(plan: Plan, spent: Account, task: PreparedRun, trained: int) -> report.Facts:
     """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
-    data, canaries = plan.data.facts, plan.privacy.canaries
-    case, task_facts = Case(plan, spent), dict[str, Any](data.task.facts)
+    data, canaries = plan.facts, plan.settings.canaries
+    case, task_facts = Case(plan, spent, task.weighed), dict[str, Any](data.task.facts)
     guarantee = privacy(case)
     audited = (
-        report.Audit(canaries=canaries, guesses=plan.privacy.guesses, statement=AUDIT_RUN)
+        report.Audit(canaries=canaries, guesses=guesses(canaries), statement=AUDIT_RUN)
         if canaries
         else None
     )
@@ -102,24 +103,24 @@ def public_facts(plan: TrainPlan, spent: Account, task: PreparedRun, trained: in
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],
         privacy=guarantee,
-        statement=nist_statement(case) if plan.privacy.private else None,
+        statement=nist_statement(case) if plan.private else None,
         audit=audited,
     )
 
 
 def _dataset(case: Case) -> report.Dataset:
     """Return the facts of the dataset, and what is said of how they were learned."""
-    plan = case.plan.data
-    schema = plan.schema
+    facts = case.plan.facts
+    schema = facts.schema
     return report.Dataset(
-        name=plan.found.name,
-        train_size=plan.facts.train_size,
-        test_size=plan.facts.test_size,
-        sha256=plan.facts.sha256,
-        own=plan.own,
-        held_out=plan.found.held_out,
+        name=facts.name,
+        train_size=facts.train_size,
+        test_size=facts.test_size,
+        sha256=facts.sha256,
+        own=facts.source is not None,
+        held_out=facts.held_out,
         test_note=text("test records", case) or None,
-        taken_from_records=plan.found.inferred,
+        taken_from_records=facts.inferred,
         schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
         public_note=text("public records", case),
         text_note=text("texts", case) or None,
@@ -128,17 +129,17 @@ def _dataset(case: Case) -> report.Dataset:
 
 def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
     """Return the facts of the network, and of the part that was public before training."""
-    network, recorded = case.plan.network, case.plan.recorded
+    plan, recorded = case.plan, case.plan.recorded
     found = report.Model(
-        name=network.model.name,
+        name=plan.model.name,
         parameters=task.parameters,
-        fix_norm=network.fix_norm,
+        fix_norm=plan.settings.fix_norm,
         built_by=task.built_by or None,
     )
     statement = text("public part", case)
     if not statement:
         return found
-    encoder = network.features if isinstance(network.features, TextEncoder) else None
+    encoder = plan.features if isinstance(plan.features, TextEncoder) else None
     part = report.PublicPart(
         features=recorded.get("features"),
         backbone=recorded.get("backbone") if encoder is None else encoder.kind,
@@ -146,7 +147,7 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         backbone_flips=recorded.get("backbone_flips", False),
         encoder=None if encoder is None else encoder.config.model_dump(),
         lora_rank=recorded.get("lora_rank"),
-        pretrained=None if network.pretrained is None else network.pretrained.name,
+        pretrained=None if plan.pretrained is None else plan.pretrained.name,
         sha256=task.pretrained,
         train=recorded.get("train"),
         trained_parameters=trained,
@@ -158,15 +159,16 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
 def _report(session: Session, facts: report.Facts, exact: Mapping[str, Any]) -> report.Report:
     """Return the complete report; ``exact`` are test metrics as JSON values."""
     plan, trainer = session.plan, session.trainer
-    steps, used = trainer.state.step, plan.optimizer.used(private=plan.privacy.private)
+    steps, used = trainer.state.step, plan.optimizer.used(private=plan.private)
+    device = trainer.state.theta.device
     return report.Report(
         **dict(facts),
         state=_state_of(session),
-        test=scores(plan.data.facts.task, session.history, exact),
+        test=scores(plan.facts.task, session.history, exact),
         hyperparameters=report.Hyperparameters(
             steps=steps,
-            epochs=steps / plan.privacy.steps_per_epoch,
-            batch_size=plan.privacy.batch_size,
+            epochs=steps / plan.event.steps_per_epoch,
+            batch_size=plan.settings.batch_size,
             **{name: getattr(plan.optimizer, name) for name in used},
         ),
         recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
@@ -175,12 +177,21 @@ def _report(session: Session, facts: report.Facts, exact: Mapping[str, Any]) -> 
         | {package: version(package) for package in PACKAGES},
         # Not the chunk: it says when memory ran out, which depends on the size of a batch.
         machine=report.Machine(
-            device=device_name(trainer.state.theta.device),
-            physical_batch=trainer.plan.physical_batch,
+            device=device_name(device),
+            physical_batch=physical_batch(plan.settings, plan.facts, device.type),
             system=platform.system(),
             processor=platform.machine(),
         ),
     )
+
+
+#: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
+FEW_GUESSES = 20
+
+
+def guesses(canaries: int) -> int:
+    """Return the number of canaries that the attack guesses, half of them in, half out."""
+    return max(canaries // 10, min(canaries, FEW_GUESSES))
 
 
 def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) -> report.Scores:
@@ -201,11 +212,10 @@ def _state_of(session: Session) -> State:
     """Return how a run ended."""
     if session.trainer.state.step < session.steps:
         return "interrupted"
-    privacy = session.plan.privacy
-    limited = session.steps < privacy.steps and not math.isinf(privacy.max_epsilon)
-    return (
-        "budget-spent" if limited and session.account.kept_to >= privacy.max_epsilon else "finished"
-    )
+    plan = session.plan
+    if session.steps >= plan.event.steps or math.isinf(plan.max_epsilon):
+        return "finished"
+    return "budget-spent" if session.account.kept_to >= plan.max_epsilon else "finished"
 
 
 def _write_audit(session: Session, written: report.Report) -> None:
@@ -213,8 +223,8 @@ def _write_audit(session: Session, written: report.Report) -> None:
     if not session.trainer.hooks:
         return
     [canaries] = session.trainer.hooks
-    plan = session.plan.privacy
-    claim = (written.privacy.epsilon, plan.delta, plan.guesses)
+    delta = session.plan.settings.delta
+    claim = (written.privacy.epsilon, delta, guesses(len(canaries.coins)))
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
     events = tuple(e for e in session.account.events if e.records == "training")
     found = files.to_json(audit.Audit(*claim, *seen, events).as_json())

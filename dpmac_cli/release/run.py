@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
 from dpmac_cli.models.dataset import Data
@@ -21,7 +21,7 @@ RunEvent: TypeAlias = Started | Update | Reduced | Finished
 
 
 def train(
-    plan: TrainPlan,
+    plan: Plan,
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
@@ -32,7 +32,7 @@ def train(
     With ``force``, an existing run is removed once this one is ready for its first step.
 
     Args:
-        plan: result of :func:`dpmac_cli.config.resolve.resolve`.
+        plan: result of :func:`dpmac_cli.runs.resolve.resolve`.
         stop: called after every step; True ends the run early with everything written.
         data: data on the device; None to load it.
         ranks: the processes of the run; the others call

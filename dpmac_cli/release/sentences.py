@@ -15,7 +15,9 @@ from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.config.plan import SearchPlan, TrainPlan
+from dpmac_cli.accounting.selection import Search
+from dpmac_cli.config.class_weights import class_weights
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.schema import listed
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.encoders import TextEncoder
@@ -42,24 +44,24 @@ NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
 
 @dataclass(frozen=True)
 class Case:
-    """A run that sentences are about: its plan, and what was done to its records."""
+    """A run that sentences are about: its plan, and what was done to its records.
 
-    plan: TrainPlan
+    ``weighed`` is where the weights of records come from, if they are a program's.
+    """
+
+    plan: Plan
     spent: Account
-
-    def __getattr__(self, part: str) -> Any:
-        """Return a part of the plan by its name."""
-        return getattr(self.plan, part)
+    weighed: str = ""
 
     @property
     def private(self) -> bool:
         """Return whether noise was added."""
-        return self.plan.privacy.private
+        return self.plan.private
 
     @property
     def units(self) -> bool:
         """Return whether a unit of privacy may have several records."""
-        return bool(self.plan.data.found.unit)
+        return bool(self.plan.facts.unit)
 
     @property
     def counted(self) -> str:
@@ -74,29 +76,29 @@ class Case:
     @property
     def tested(self) -> str:
         """Return what the number of tested records counts."""
-        return self.counted if self.plan.privacy.score else "records"
+        return self.counted if self.plan.score else "records"
 
     @property
     def class_weights(self) -> str:
         """Return the class weights, divided by the largest."""
-        weights = self.plan.recipe.loss.weights
+        weights = class_weights(self.plan.settings)
         return ", ".join(f"{weight / max(weights):.4g}" for weight in weights)
 
     @property
     def inferred(self) -> str:
         """Parts of the schema that were taken from the records."""
-        return listed(self.plan.data.found.inferred)
+        return listed(self.plan.facts.inferred)
 
     @property
     def features(self) -> str:
         """Kind of features that the network takes instead of its records; "" for none."""
         kinds = {Scattered: "scattered", Backbone: "backbone", TextEncoder: "texts"}
-        return kinds.get(type(self.plan.network.features), "")
+        return kinds.get(type(self.plan.features), "")
 
     @property
     def known(self) -> Any:
         """Return what is registered about public features; None for your own encoder."""
-        found = self.plan.network.features
+        found = self.plan.features
         if isinstance(found, TextEncoder):
             return found.registered
         return BACKBONES[found.kind] if isinstance(found, Backbone) else None
@@ -104,21 +106,26 @@ class Case:
     @property
     def about(self) -> str:
         """Name of the public features."""
-        found: Any = self.plan.network.features
+        found: Any = self.plan.features
         if self.known is not None:
             return str(self.known.about)
         return FEATURES.get(found.kind) or f"the folder {found.kind}"
 
     @property
+    def pretrained(self) -> str:
+        """Name of the file of public weights, apart from those of a backbone; "" for none."""
+        return "" if self.plan.pretrained is None else self.plan.pretrained.name
+
+    @property
     def part(self) -> str:
         """Trained part of the network."""
-        found = PARTS[self.plan.network.trained.part]
+        found = PARTS[self.plan.trained.part]
         return found.removeprefix("the head, and ") if self.continues else found
 
     @property
     def continues(self) -> bool:
         """Return whether the model continues texts."""
-        return bool(self.plan.data.facts.task.network)
+        return bool(self.plan.facts.task.network)
 
     @property
     def reader(self) -> str:
@@ -128,12 +135,12 @@ class Case:
     @property
     def limits(self) -> str:
         """Largest numbers of tokens of texts."""
-        return " and ".join(str(count) for _, count in self.plan.data.facts.texts)
+        return " and ".join(str(count) for _, count in self.plan.facts.texts)
 
     @property
     def domain(self) -> str:
         """Return what a labelled record is."""
-        facts = self.plan.data.facts
+        facts = self.plan.facts
         if not facts.texts:
             kind = "images" if facts.is_images else "rows of numbers"
             return f"{kind} of shape {' x '.join(map(str, facts.shape))}"
@@ -165,34 +172,34 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ("randomness", lambda c: not c.private, NO_SECRETS),
     (
         "randomness",
-        lambda c: c.private and not c.settings.secure,
+        lambda c: c.private and not c.plan.settings.secure,
         "Noise comes from the key stream of a cipher and is added to the clipped sum in floating "
         "point. Batches are drawn by SFC64, which is not cryptographic.",
     ),
     (
         "randomness",
-        lambda c: c.private and c.settings.secure and c.spent.secure,
+        lambda c: c.private and c.plan.settings.secure and c.spent.secure,
         "With --secure: noise and batches come from the key stream of a cipher. Noise is a float64 "
         "normal plus a uniform number that hides its last bits. Clipped sum and noise were each "
         "rounded to multiples of 2^-40 of the sensitivity before they were added.",
     ),
     (
         "randomness",
-        lambda c: c.private and c.settings.secure and not c.spent.secure,
+        lambda c: c.private and c.plan.settings.secure and not c.spent.secure,
         "The last part ran with --secure, an earlier part without.",
     ),
     ("promise", lambda c: c.private and c.spent.seeded, statements.SEED_GIVEN),
     # Scores and data.
     (
         "covered scores",
-        lambda c: c.privacy.score,
+        lambda c: c.plan.score,
         "Test scores were released with Gaussian noise, which protects the test records like "
         "training protects the others. Each unit of privacy is used for training or for testing, "
         "never both, so epsilon is the larger of the two costs (parallel composition).",
     ),
     (
         "test records",
-        lambda c: c.data.found.held_out and not c.privacy.score,
+        lambda c: c.plan.facts.held_out and not c.plan.score,
         "The test records were split off from the private ones. They are also private, and nothing "
         "that is measured on them is covered.",
     ),
@@ -203,26 +210,26 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "public records",
-        lambda c: c.data.schema,
+        lambda c: c.plan.facts.schema,
         "Its columns were declared in a schema, which the report contains in full.",
     ),
     (
         "public records",
-        lambda c: c.data.found.inferred,
+        lambda c: c.inferred,
         "Its {c.inferred} were not declared but taken from the records, and are treated as public. "
         "One record can change them, which epsilon does not cover.",
     ),
     (
         "public records",
-        lambda c: c.recipe.loss.weights,
+        lambda c: c.class_weights,
         "Its class weights, {c.class_weights}, multiply the gradient of a record after clipping. "
         "They are treated as public: if they were computed from the labels of the records, they "
         "are facts taken from those, which epsilon does not cover.",
     ),
     (
         "public records",
-        lambda c: c.recipe.loss.weighed,
-        "The weights of {c.recipe.loss.weighed}, at most 1, multiply the gradient of a record "
+        lambda c: c.weighed,
+        "The weights of {c.weighed}, at most 1, multiply the gradient of a record "
         "after clipping. What they use besides that record is treated as public: if it was "
         "computed from the records, it is a fact taken from those, which epsilon does not cover.",
     ),
@@ -237,7 +244,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "texts",
-        lambda c: c.data.facts.texts and not c.continues,
+        lambda c: c.plan.facts.texts and not c.continues,
         "Predictions and cached features reveal texts: the features of a text are a function of "
         "that text alone, without noise, from which much of it can be reconstructed. Epsilon "
         "covers the model, not what it answers about a text, nor the folder of features (dpmac "
@@ -288,43 +295,43 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "public part",
-        lambda c: c.network.pretrained,
-        "Training started from the weights in {c.network.pretrained.name}, which are treated as "
+        lambda c: c.pretrained,
+        "Training started from the weights in {c.pretrained}, which are treated as "
         "public. Neither they nor the data that they were trained on are covered. If any of the "
         "records above were in that data, epsilon does not include it.",
     ),
     (
         "public part",
-        lambda c: c.network.starts_public and c.network.trained.part == "all",
+        lambda c: c.plan.starts_public and c.plan.trained.part == "all",
         "All of its weights were trained further.",
     ),
     (
         "public part",
-        lambda c: c.network.starts_public and c.network.trained.part != "all",
+        lambda c: c.plan.starts_public and c.plan.trained.part != "all",
         "The trained part is {c.part}. Everything else is unchanged from the published weights.",
     ),
     (
         "public",
-        lambda c: not c.data.own,
-        "the dataset {c.data.found.name}: {c.data.facts.about}",
+        lambda c: c.plan.facts.source is None,
+        "the dataset {c.plan.facts.name}: {c.plan.facts.about}",
     ),
     ("public", lambda c: c.known, "weights of {c.known.about}; licence {c.known.licence}"),
     (
         "public",
         lambda c: c.features == "texts" and not c.known,
-        "weights of the {c.reader} {c.network.features.kind}; source and licence to be filled in",
+        "weights of the {c.reader} {c.plan.features.kind}; source and licence to be filled in",
     ),
     (
         "public",
-        lambda c: c.network.pretrained,
-        "weights in {c.network.pretrained.name}; source and licence to be filled in",
+        lambda c: c.pretrained,
+        "weights in {c.pretrained}; source and licence to be filled in",
     ),
     (
         "search",
-        lambda c: c.search,
+        lambda c: c.plan.search,
         "This model is the best of a random number K of trials. K was drawn in secret before the "
         "start, from P(K = k) proportional to w^k / k for k from 1 to "
-        "{c.search.search.trials.most}, with mean {c.search.search.trials.mean:g}. Each trial drew "
+        "{c.plan.search.trials.most}, with mean {c.plan.search.trials.mean:g}. Each trial drew "
         "its settings at random and independently, and the best covered score won. The other "
         "trials, their scores and K were not shown and not kept. Epsilon covers all of this: it is "
         "not that of one trial.",
@@ -332,45 +339,45 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (
         "mechanism",
-        lambda c: isinstance(c.optimizer, InBall),
+        lambda c: isinstance(c.plan.optimizer, InBall),
         "In each step the gradients of a random batch are clipped to a ball of radius "
-        "{c.optimizer.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
+        "{c.plan.optimizer.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
         "mechanism releases their sum.",
     ),
     (
         "mechanism",
-        lambda c: not isinstance(c.optimizer, InBall),
+        lambda c: not isinstance(c.plan.optimizer, InBall),
         "In each step the gradients of a random batch are clipped to an ellipsoid that was "
         "computed from earlier noisy sums, one unit of privacy at a time, and the Gaussian "
         "mechanism releases their sum.",
     ),
     (
         "tuning",
-        lambda c: c.search,
+        lambda c: c.plan.search,
         "Covered: epsilon includes the search for these settings, of which this model is the "
         "result. Other runs on the same records cost more.",
     ),
     (
         "tuning",
-        lambda c: not c.search,
+        lambda c: not c.plan.search,
         "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
         "runs on the same records, the total privacy cost is higher.",
     ),
     (
         "data_domain",
         lambda c: not c.continues,
-        "Labelled {c.domain}, {c.data.facts.task.described}.",
+        "Labelled {c.domain}, {c.plan.facts.task.described}.",
     ),
     ("data_domain", lambda c: c.continues, "Unlabelled {c.domain}. It predicts the next token."),
     (
         "audit",
-        lambda c: c.privacy.canaries,
-        "This run has {c.privacy.canaries} canaries, half of which count as records in the "
+        lambda c: c.plan.settings.canaries,
+        "This run has {c.plan.settings.canaries} canaries, half of which count as records in the "
         "sampling rate: dpmac eval RUN --audit compares what they reveal with the guarantee.",
     ),
     (
         "audit",
-        lambda c: not c.privacy.canaries,
+        lambda c: not c.plan.settings.canaries,
         "This run was not audited. dpmac train --canaries N audits another run with the same "
         "settings. How dpmac is tested and attacked is in docs/audits.md of its repository.",
     ),
@@ -406,8 +413,8 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "not covered",
-        lambda c: c.private and not c.privacy.score,
-        "The test records. The {c.data.facts.task.headline.title} was measured on them without "
+        lambda c: c.private and not c.plan.score,
+        "The test records. The {c.plan.facts.task.headline.title} was measured on them without "
         "noise. If settings, steps or this model were chosen by it, it is better than on other "
         "records, and the choice reveals information about the test records.",
     ),
@@ -426,36 +433,34 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
 
 def privacy(case: Case) -> Privacy:
     """Return the guarantee of a run with all its parts."""
-    plan, spent = case.plan, case.spent
-    part, events = plan.privacy, spent.events
-    search = None if plan.search is None else plan.search.search
-    cost = price(events, part.delta, unit=part.unit, search=search)
+    plan, spent, delta = case.plan, case.spent, case.plan.settings.delta
+    cost = price(spent.events, delta, unit=plan.unit, search=plan.search)
     whole = spent.event
-    if not math.isinf(part.max_epsilon):
-        whole = part.event_of(part.steps - spent.base)
-    planned = total_epsilon((*spent.before, whole), part.delta)
-    risk = assess_risk(cost.done, plan.data.facts.train_size, part.unit)
+    if not math.isinf(plan.max_epsilon):
+        whole = plan.event.first(plan.event.steps - spent.base)
+    planned = total_epsilon((*spent.before, whole), delta)
+    risk = assess_risk(cost.done, plan.facts.train_size, plan.unit)
     return Privacy(
-        private=part.private,
+        private=plan.private,
         epsilon=finite_or_none(cost.epsilon),
         epsilon_planned=finite_or_none(max(planned, cost.epsilon)),
-        delta=part.delta if part.private else None,
+        delta=delta if plan.private else None,
         noise_multiplier=cost.noise_multiplier,
         unit=Unit(
-            name=part.unit,
-            told_by=plan.data.found.unit or None,
-            records_in_a_step=plan.recipe.records,
+            name=plan.unit,
+            told_by=plan.facts.unit or None,
+            records_in_a_step=plan.records_in_a_step,
         ),
         sampler=cost.sampler,
         sampling_rate=cost.sampling_rate,
         steps=cost.steps,
-        covered_scores=_covered_scores(case) if part.score else None,
+        covered_scores=_covered_scores(case) if plan.score else None,
         search=None if plan.search is None else _search(case, plan.search),
-        events=_events(events),
-        adjacency="add-or-remove-one" if part.private else None,
-        accountant=accountant_name(cost.accountant) if part.private else None,
-        risk=RiskBounds(**risk.values()) if part.private else None,
-        computed_from_records=_computed(case) if part.private else None,
+        events=_events(spent.events),
+        adjacency="add-or-remove-one" if plan.private else None,
+        accountant=accountant_name(cost.accountant) if plan.private else None,
+        risk=RiskBounds(**risk.values()) if plan.private else None,
+        computed_from_records=_computed(case) if plan.private else None,
         not_covered=tuple(said("not covered", case)),
         statement=" ".join([*said("promise", case), cost.statement]),
         seed_policy=SeedPolicy(given=spent.seeded, statement=text("seeds", case)),
@@ -469,7 +474,7 @@ def _events(events: Sequence[TrainingEvent]) -> tuple[Event, ...]:
 
 def _covered_scores(case: Case) -> CoveredScores:
     """Return what the noise of test scores costs, and training without them."""
-    events, delta = case.spent.events, case.plan.privacy.delta
+    events, delta = case.spent.events, case.plan.settings.delta
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
     return CoveredScores(
         released=sum(event.steps for event in tested),
@@ -480,14 +485,13 @@ def _covered_scores(case: Case) -> CoveredScores:
     )
 
 
-def _search(case: Case, plan: SearchPlan) -> SearchResult:
+def _search(case: Case, search: Search) -> SearchResult:
     """Return what epsilon covers of a search, of which a run is the best trial."""
-    search, trials = plan.search, plan.search.trials
     return SearchResult(
-        mean_trials=trials.mean,
-        most_trials=trials.most,
-        epsilon_of_a_trial=finite_or_none(search.trial_epsilon(case.plan.privacy.delta)),
-        space=plan.space,
+        mean_trials=search.trials.mean,
+        most_trials=search.trials.most,
+        epsilon_of_a_trial=finite_or_none(search.trial_epsilon(case.plan.settings.delta)),
+        space=search.space,
         candidates=tuple(_events(events) for events in search.candidates),
         statement=text("search", case),
     )
@@ -495,20 +499,20 @@ def _search(case: Case, plan: SearchPlan) -> SearchResult:
 
 def _computed(case: Case) -> tuple[Computed, ...]:
     """Return the values that a run computes from its records, and whether each is protected."""
-    data, covered = case.plan.data, case.plan.privacy.score
+    facts, covered = case.plan.facts, case.plan.score
     shape = {
         "images": ("channels", "image size"),
         "numbers": ("columns and their ranges",),
         "texts": ("columns, their ranges, and largest numbers of tokens",),
-    }[data.facts.holds]
+    }[facts.holds]
     status = {
         "weights, and all numbers of the report except those below": "protected",
         f"number of training {case.counted}": "declared public",
         f"number of test {case.tested}": "declared public",
         **dict.fromkeys(
-            (data.facts.task.public, *shape), "declared public" if data.own else "published"
+            (facts.task.public, *shape), "published" if facts.source is None else "declared public"
         ),
-        **dict.fromkeys(data.found.inferred, "not covered"),
+        **dict.fromkeys(facts.inferred, "not covered"),
         "scores of the test records": "protected" if covered else "not covered",
         "measured times": "not covered",
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",

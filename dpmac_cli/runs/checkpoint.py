@@ -20,7 +20,7 @@ from dpmac_cli.models.digest import digest
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder, headers
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from dpmac_cli.bounded_yaml import ValueLoader, read_text
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
@@ -113,13 +113,13 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
 
 
-def check_place(plan: TrainPlan) -> None:
+def check_place(plan: Plan) -> None:
     """Reject the chosen folder of a run like :func:`check_chosen_folder`; a new one is free."""
     if plan.settings.out is not None:
         check_chosen_folder(plan.settings.out, plan.settings.force)
 
 
-def make_place(plan: TrainPlan) -> Path:
+def make_place(plan: Plan) -> Path:
     """Create the folder of a run. Raises InputError."""
     out = plan.settings.out
     return new_folder(RUNS, plan.stem) if out is None else make_folder(out)

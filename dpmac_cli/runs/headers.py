@@ -85,7 +85,6 @@ class Kept(Part):
     seeded: bool
     secure: bool
     score: Event | None
-    target: Annotated[float, Field(gt=0, le=MOST_NUMBER)] | None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

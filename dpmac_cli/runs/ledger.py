@@ -70,7 +70,6 @@ class Ledger(Account):
             "seeded": self.seeded,
             "secure": self.secure,
             "score": None if self.score is None else asdict(self.score),
-            "target": self.target,
         }
         text = files.to_json({"sha256": _sum(spent), "spent": spent})
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
@@ -83,7 +82,10 @@ def counts_score(base: int, begun: int, end: int) -> bool:
 
 
 def read_ledger(run: Path) -> Account | None:
-    """Return the account in a run's ledger, without delta; None if it is missing or damaged."""
+    """Return the account in a run's ledger; None if it is missing or damaged.
+
+    It has no delta and no target, which are settings.
+    """
     try:
         text = (run / folder.CHECKPOINTS / FILE).read_bytes()
         found = headers.Ledger.model_validate_json(text, strict=True)
@@ -96,7 +98,6 @@ def read_ledger(run: Path) -> Account | None:
             base=kept.base,
             begun=kept.begun,
             score=None if kept.score is None else kept.score.done,
-            target=kept.target,
             seeded=kept.seeded,
             secure=kept.secure,
         )

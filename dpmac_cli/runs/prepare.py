@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, TrainPlan
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.files import cache_folder
+from dpmac_cli.files import cache_folder, data_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
@@ -37,6 +37,7 @@ class PreparedRun:
         trained: the part that is trained on ``data``, without frozen features.
         record: shape of a record as the whole network gets it.
         own: whether the network is not built in, so that it may draw random numbers.
+        weighed: where the weights of records come from, if they are a program's; "" for none.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
@@ -48,6 +49,7 @@ class PreparedRun:
     data: Data
     record: tuple[int, ...]
     own: bool = True
+    weighed: str = ""
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class PreparedRun:
 
 
 def prepare(
-    plan: TrainPlan,
+    plan: Plan,
     device: torch.device,
     keys: Keys,
     data: Data | None = None,
@@ -92,23 +94,23 @@ def prepare(
             not build.
         ModelError: the model is not a torch module, or cannot be trained.
     """
-    network, facts, passed_in = plan.network, plan.data.facts, model is not None
+    passed_in = model is not None
     model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})
-    own = passed_in or isinstance(network.model, UserModel)
+    own = passed_in or isinstance(plan.model, UserModel)
     record = record_shape(plan, own=own)
     model = model.to(device)
-    parts = None if passed_in else cut_network(network, record, model)
+    parts = None if passed_in else cut_network(plan, record, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
-        _check_precision(network, facts, model, record)
+        _check_precision(plan, model, record)
     if data is None:
-        data = load_data(plan.data.source, plan.data.folder, device, found=plan.data.found)
+        data = load(plan, device)
     data = data.shaped(record).computed_in(dtype_of(model))
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
-        parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.separate = isinstance(plan.features, TextEncoder) and device.type == "cpu"
         parts.own = own
-        data, _ = featured(parts, data, _of_features(network), cache_folder())
+        data, _ = featured(parts, data, _of_features(plan), cache_folder())
         trained = parts.head
     return PreparedRun(
         model=model,
@@ -121,51 +123,58 @@ def prepare(
     )
 
 
-def cut_network(
-    network: NetworkPlan, record: tuple[int, ...], model: nn.Module
-) -> FrozenFeatures | None:
+def load(plan: Plan, device: torch.device) -> Data:
+    """Load the data of a run onto a device. Raises InputError."""
+    folder = data_folder(plan.settings.data_dir)
+    return load_data(plan.facts.chosen, folder, device, found=plan.facts)
+
+
+def cut_network(plan: Plan, record: tuple[int, ...], model: nn.Module) -> FrozenFeatures | None:
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model
-    return cut_before_head(model, record) if network.head_only else None
+    return cut_before_head(model, record) if _head_only(plan) else None
 
 
-def _check_precision(
-    network: NetworkPlan, facts: Dataset, model: nn.Module, record: tuple[int, ...]
-) -> None:
+def _head_only(plan: Plan) -> bool:
+    """Return whether only the last linear layer of a network on images is trained."""
+    return plan.trained.part == "head" and plan.features is None
+
+
+def _check_precision(plan: Plan, model: nn.Module, record: tuple[int, ...]) -> None:
     """Reject autocast in the trained part of a network."""
-    classes = facts.task.outputs
-    if network.features is not None and isinstance(model, FrozenFeatures):
-        shape = network.features.shape_of(facts.shape)
+    classes = plan.facts.task.outputs
+    if plan.features is not None and isinstance(model, FrozenFeatures):
+        shape = plan.features.shape_of(plan.facts.shape)
         check_precision(model.head, Trial.of(model.head, shape, classes))
-    elif not network.head_only:
+    elif not _head_only(plan):
         check_precision(model, Trial.of(model, record, classes))
 
 
-def _of_features(network: NetworkPlan) -> dict[str, object]:
+def _of_features(plan: Plan) -> dict[str, object]:
     """Return the settings that cached features depend on."""
-    settings = {"isolate": network.isolate, **vars(network.trained)}
-    return settings if network.features is None else settings | network.features.values
+    settings = {"isolate": plan.settings.isolate, **vars(plan.trained)}
+    return settings if plan.features is None else settings | plan.features.values
 
 
 def _start(
-    plan: TrainPlan, model: nn.Module, record: tuple[int, ...]
+    plan: Plan, model: nn.Module, record: tuple[int, ...]
 ) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network of records of a shape; return them with notes."""
-    network, facts = plan.network, plan.data.facts
-    weights = None if network.pretrained is None else read_weights(network.pretrained)
-    if isinstance(network.features, TextEncoder):
-        weights = text_encoder.encoder_weights(network.features)
+    features, facts = plan.features, plan.facts
+    weights = None if plan.pretrained is None else read_weights(plan.pretrained)
+    if isinstance(features, TextEncoder):
+        weights = text_encoder.encoder_weights(features)
         notes = tuple(weights.adopted_by(model.get_submodule("frozen"), None))
         if not isinstance(facts.task, Classification):
             return weights, notes
         texts = _texts_of(model)
         named = _head_to_name(plan, model)
-        begin_at_names(texts, named, network.features, facts.task.names)
+        begin_at_names(texts, named, features, facts.task.names)
         return weights, notes if named is None else (*notes, AT_NAMES)
-    if isinstance(network.features, Backbone):
-        weights = weights or public_weights(network.features.kind)
-        model, head = model.get_submodule("frozen.network"), BACKBONES[network.features.kind].head
+    if isinstance(features, Backbone):
+        weights = weights or public_weights(features.kind)
+        model, head = model.get_submodule("frozen.network"), BACKBONES[features.kind].head
         return weights, tuple(weights.adopted_by(model, head))
     assert weights is not None  # noqa: S101  (it starts from public weights)
     return weights, tuple(weights.adopted_by(model, head_of(model, record)))
@@ -185,45 +194,46 @@ AT_NAMES = (
 )
 
 
-def _head_to_name(plan: TrainPlan, model: nn.Module) -> nn.Linear | None:
+def _head_to_name(plan: Plan, model: nn.Module) -> nn.Linear | None:
     """Return the linear head of a network on texts if it is better to begin at names than at 0."""
-    privacy, classes = plan.privacy, plan.data.facts.task.outputs
-    signal = signal_of_class(privacy.batch_size, privacy.steps, privacy.sigma, classes)
-    if plan.network.model != BuiltIn("linear") or signal >= SIGNAL:
+    event, classes = plan.event, plan.facts.task.outputs
+    batch = plan.settings.batch_size
+    signal = signal_of_class(batch, event.steps, event.noise_multiplier, classes)
+    if plan.model != BuiltIn("linear") or signal >= SIGNAL:
         return None
     return next(part for part in model.get_submodule("head").modules() if type(part) is nn.Linear)
 
 
-def _build(plan: TrainPlan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
+def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network of a plan, and load its public weights.
 
     Also returns what :class:`PreparedRun` says of how it was built.
     """
-    network, facts = plan.network, plan.data.facts
-    record = record_shape(plan, own=isinstance(network.model, UserModel))
-    signature = replace(facts.signature, record=record)
+    named = plan.model
+    record = record_shape(plan, own=isinstance(named, UserModel))
+    signature = replace(plan.facts.signature, record=record)
     model = build.build_model(
-        network.model,
+        named,
         signature,
         _start_of(keys),
-        fix_norm=network.fix_norm,
-        features=network.features,
-        trained=network.trained if network.starts_public else None,
-        isolated=network.isolate,
+        fix_norm=plan.settings.fix_norm,
+        features=plan.features,
+        trained=plan.trained if plan.starts_public else None,
+        isolated=plan.settings.isolate,
     )
     check_publishable(model)
     said = dict[str, Any]()
-    if isinstance(network.model, UserModel):
-        seen = build.seen_by_network(signature, network.features)
-        said["built_by"] = build.built_by(network.model, seen)
-    if network.starts_public:
+    if isinstance(named, UserModel):
+        seen = build.seen_by_network(signature, plan.features)
+        said["built_by"] = build.built_by(named, seen)
+    if plan.starts_public:
         weights, said["notes"] = _start(plan, model, record)
         said["pretrained"] = weights.sha256
-        if plan.privacy.private:
-            _check_public(weights, plan.data)
-    if plan.privacy.private and carried_by(model):
+        if plan.private:
+            _check_public(weights, plan.facts)
+    if plan.private and carried_by(model):
         raise ModelError(
-            f"--model {network.model}: the network was trained by dpmac before, and epsilon would "
+            f"--model {named}: the network was trained by dpmac before, and epsilon would "
             "not count that. To train a run further, use dpmac train --resume RUN --out NEW; in a "
             "program, make_private(network, ...) adds up the costs."
         )
@@ -235,27 +245,27 @@ def _start_of(keys: Keys) -> int:
     return int.from_bytes(keys.init[:4], "little")
 
 
-def record_shape(plan: TrainPlan, *, own: bool) -> tuple[int, ...]:
+def record_shape(plan: Plan, *, own: bool) -> tuple[int, ...]:
     """Return the shape in which a network gets a record; ``own`` if it is not built in.
 
     Built-in networks and features get images, with channels first. Raises InputError for a network
     that gets no images if images are augmented.
     """
-    facts = plan.data.facts
-    if not own or plan.network.features is not None:
+    facts = plan.facts
+    if not own or plan.features is not None:
         return facts.shape
-    if plan.recipe.augmented and facts.record != facts.shape:
+    if plan.settings.augment is not None and facts.record != facts.shape:
         raise InputError(
-            f"--augmentations is for images with channels, but records of {plan.data.dataset} have "
+            f"--augmentations is for images with channels, but records of {facts.typed} have "
             f"the shape {facts.record}. Add a dimension of channels to the array: x[:, None]."
         )
     return facts.record
 
 
-def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
+def _check_passed_in(plan: Plan, model: object) -> nn.Module:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
-    network, outputs = plan.network, plan.data.facts.task.outputs
-    if network.features is not None or network.pretrained is not None:
+    outputs = plan.facts.task.outputs
+    if plan.features is not None or plan.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that dpmac builds: leave them out, or "
             "do the same in your own network. A plan for an epsilon has features of small images "
@@ -266,17 +276,17 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
             f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
             "instance, such as torch.nn.Linear(64, 10)."
         )
-    if network.fix_norm:
+    if plan.settings.fix_norm:
         build.without_batch_norm(model)
     build.take_logits(model)
-    check_model(model, record_shape(plan, own=True), outputs, isolated=network.isolate)
+    check_model(model, record_shape(plan, own=True), outputs, isolated=plan.settings.isolate)
     return model
 
 
-def _check_public(weights: PublicWeights, data: DataPlan) -> None:
+def _check_public(weights: PublicWeights, facts: DataFacts) -> None:
     """Raise InputError for weights that may tell of the records of a private run."""
     name = weights.trained_on
-    if name is not None and (name == data.found.name or not weights.published):
+    if name is not None and (name == facts.name or not weights.published):
         raise InputError(
             f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
             "public to a run on any of the same records, and epsilon would not cover what they "

@@ -1,6 +1,7 @@
 """Session of a run: from its first step in this process to the final files."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.files import finite_or_none
@@ -56,7 +57,7 @@ class Started:
         notes: messages for the user.
     """
 
-    plan: TrainPlan
+    plan: Plan
     folder: Path
     parameters: tuple[int, int]
     done: int
@@ -92,7 +93,7 @@ class Reduced:
 class Session:
     """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
 
-    plan: TrainPlan
+    plan: Plan
     task: PreparedRun
     trainer: Trainer
     where: Path
@@ -111,7 +112,7 @@ class Session:
     def begin_files(self) -> None:
         """Write config.yaml and the metrics. A report of an earlier model is removed."""
         folder.unpublish(self.where)
-        files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
+        files.write_atomically(self.where / folder.CONFIG, config_file(self.plan).encode())
         self.write_metrics()
 
     def save(self) -> None:
@@ -144,7 +145,7 @@ class Session:
             yield from self._updates(stop)
         except DivergedError as failure:
             # Divergence reveals information about the records, so a resume must count those steps.
-            epoch = failure.step / self.plan.privacy.steps_per_epoch
+            epoch = failure.step / self.plan.event.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.account.record()
             self.write_metrics()
@@ -163,6 +164,7 @@ class Session:
         """
         plan, trainer, state = self.plan, self.trainer, self.trainer.state
         stopped, chunk = False, state.chunk
+        every, per_epoch = plan.settings.checkpoint_every, plan.event.steps_per_epoch
         saved = shown = mark = time.perf_counter()
         cost = 0.0  # seconds of the last checkpoint
 
@@ -175,17 +177,17 @@ class Session:
                 step, reduced = state.step, state.chunk < chunk
                 stopped = stop()
                 last = stopped or step == self.steps
-                if scored := last or step % plan.privacy.steps_per_epoch == 0:
+                if scored := last or step % per_epoch == 0:
                     trainer.check_finite()  # waits for the device
                 now = time.perf_counter()
-                due = plan.checkpoints.due(step, now - saved, cost)
+                due = checkpoint_due(every, step, plan.event.steps, now - saved, cost)
                 if not (scored or due or reduced or now - shown > PROGRESS_EVERY):
                     continue
                 self.seconds += now - mark
                 event: Progress | Evaluated = Progress(step, self.seconds)
                 epsilon = ahead.result() if ahead.done() else None
                 if scored:
-                    epoch, result = step / plan.privacy.steps_per_epoch, trainer.score()
+                    epoch, result = step / per_epoch, trainer.score()
                     trainer.check_network()
                     epsilon = ahead.result()
                     if last and plan.search is None:  # like the report
@@ -195,7 +197,7 @@ class Session:
                     self.history.append(metrics_line(event, epsilon, plan))
                     ahead = pool.submit(self._epsilon, self._next(step))
                 # No other score may be released instead of one that was shown.
-                if due or (last and plan.privacy.score is not None):
+                if due or (last and plan.settings.cover_scores):
                     began = time.perf_counter()
                     self.save()
                     saved = time.perf_counter()
@@ -211,21 +213,21 @@ class Session:
 
     def _next(self, step: int) -> int:
         """Return the step of the next evaluation."""
-        epoch = self.plan.privacy.steps_per_epoch
+        epoch = self.plan.event.steps_per_epoch
         return min(self.steps, (step // epoch + 1) * epoch)
 
     def _epsilon(self, step: int) -> float:
         """Return an upper bound of epsilon up to a step, exact for the last one of the run."""
-        plan, account, delta = self.plan, self.account, self.plan.privacy.delta
+        plan, account, delta = self.plan, self.account, self.plan.settings.delta
         if plan.search is not None:  # whatever is shown of the best trial costs the whole search
-            return plan.search.search.epsilon(delta)
+            return plan.search.epsilon(delta)
         part = account.steps(step - account.base)
         epsilon = min(
             total_epsilon(account.planned, delta),
             total_epsilon((*account.before, part), delta, widest=COARSE),
         )
-        if plan.privacy.score is not None and step == self.steps:
-            epsilon = max(epsilon, total_epsilon((*account.before, plan.privacy.score), delta))
+        if plan.score is not None and step == self.steps:
+            epsilon = max(epsilon, total_epsilon((*account.before, plan.score), delta))
         return epsilon
 
     def write_metrics(self) -> None:
@@ -234,15 +236,15 @@ class Session:
         files.write_atomically(self.where / folder.METRICS, lines.encode())
 
 
-def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
+def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
     result, headline = evaluated.result, evaluated.result.task.headline
-    privacy, metric = plan.privacy, plan.settings.metric
+    settings, metric = plan.settings, plan.settings.metric
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": finite_or_none(epsilon),
-        "delta": privacy.delta if privacy.private else None,
+        "delta": settings.delta if plan.private else None,
         headline.logged: finite_or_none(result.metric(headline.name)),
         METRICS[metric].logged: finite_or_none(result.metric(metric)),
         "test_loss": finite_or_none(result.loss),
@@ -250,6 +252,36 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
         "seconds": round(evaluated.seconds, 3) if plan.timed else None,
         **(result.values() if isinstance(result, PrivateScore) else {}),
     }
+
+
+def config_file(plan: Plan) -> str:
+    """Return the content of config.yaml: what was asked for and, as comments, what came of it."""
+    sigma, steps = plan.event.noise_multiplier, plan.event.steps
+    text = to_yaml(plan.recorded)
+    if plan.private:
+        text += f"# Noise multiplier sigma: {sigma!r}\n"
+    return f"{text}# Steps: {steps}, of which {plan.event.steps_per_epoch} are an epoch\n"
+
+
+#: Checkpoints by default: every minute, and every fiftieth of the steps if they take little time.
+SECONDS, PARTS, SHARE = 60.0, 50, 0.05
+
+
+def checkpoint_due(every: str | None, step: int, steps: int, seconds: float, cost: float) -> bool:
+    """Return whether a checkpoint is due at a step.
+
+    Args:
+        every: value of ``--checkpoint-every``; None for the default.
+        step: number of steps taken, of ``steps`` of the run.
+        seconds: time since the last checkpoint.
+        cost: seconds that the last checkpoint took.
+    """
+    if every is None:
+        part = step % math.ceil(steps / PARTS) == 0
+        return seconds >= SECONDS or (part and cost <= SHARE * seconds)
+    if every.endswith("s"):
+        return seconds >= float(every[:-1])
+    return step % int(every) == 0
 
 
 #: Events of a session; the last one is the session itself, whose model is trained but not yet

@@ -16,9 +16,8 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import flag_name
-from dpmac_cli.config.plan import NOT_RECORDED, TrainPlan
-from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.sources import by_setting, parse_settings, to_yaml
+from dpmac_cli.config.plan import NOT_RECORDED, Plan
+from dpmac_cli.config.sources import by_setting, over, parse_settings, to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.dataset import Data
@@ -29,6 +28,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer, unit_of
 from dpmac_cli.runs.workers import brief_workers
@@ -59,7 +59,7 @@ class Inherited:
 
 
 def new_run(
-    plan: TrainPlan,
+    plan: Plan,
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
@@ -69,7 +69,7 @@ def new_run(
     with torch_failures_explained():
         folder.check_place(plan)
         accounts = tuple(map(done, earlier))
-        before = Inherited(earlier=accounts, target=plan.privacy.target)
+        before = Inherited(earlier=accounts, target=plan.settings.epsilon)
         session = _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
@@ -113,17 +113,17 @@ def continued_run(
 
 
 def _session(
-    plan: TrainPlan,
+    plan: Plan,
     before: Inherited,
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
 ) -> Session:
-    device = choose_device(plan.device, ranks)
+    device = choose_device(plan.settings.device, ranks)
     plan = plan.on(str(device))
     if ranks is None:
         check_single_process()
-    elif plan.privacy.canaries:
+    elif plan.settings.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
     saved, ledger = before.saved, _ledger(plan, before)
     keys = make_keys(plan.settings.seed, base=ledger.base, part=len(ledger.before))
@@ -158,21 +158,20 @@ def _interrupt(stop: Callable[[], bool], _: Computing) -> None:
         raise KeyboardInterrupt
 
 
-def _ledger(plan: TrainPlan, before: Inherited) -> Ledger:
+def _ledger(plan: Plan, before: Inherited) -> Ledger:
     """Return the account of a session, with the steps that the budget allows.
 
     A run that was calibrated for an epsilon keeps to it when it is resumed: it ends as many steps
     earlier as were lost, at once if there are none left.
     """
-    privacy = plan.privacy
     ledger = Ledger(
-        event=privacy.event_of(privacy.steps - before.base),
+        event=plan.event.first(plan.event.steps - before.base),
         base=before.base,
         begun=before.base,
-        score=privacy.score,
+        score=plan.score,
         earlier=before.earlier,
         target=before.target,
-        **account_facts(plan, unit_of(privacy, plan.data)),
+        **account_facts(plan, unit_of(plan)),
     )
     try:
         ledger.shorten()
@@ -183,38 +182,38 @@ def _ledger(plan: TrainPlan, before: Inherited) -> Ledger:
     return ledger
 
 
-def _budget(plan: TrainPlan, before: Inherited, account: Account) -> tuple[str, ...]:
+def _budget(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return notes on the budget that ends a run before its last step, and on lost steps."""
     return (*_limited(plan, account), *_lost(plan, before, account))
 
 
-def _limited(plan: TrainPlan, account: Account) -> tuple[str, ...]:
+def _limited(plan: Plan, account: Account) -> tuple[str, ...]:
     """Return a note on the budget that ends a run before its last step; () if none does."""
-    privacy, target = plan.privacy, account.kept_to
-    if account.end >= privacy.steps:
+    target, steps = account.kept_to, plan.event.steps
+    if account.end >= steps:
         return ()
-    budget = f"--max-epsilon {privacy.max_epsilon:g}"
-    if target < privacy.max_epsilon:
+    budget = f"--max-epsilon {plan.max_epsilon:g}"
+    if target < plan.max_epsilon:
         budget = f"the epsilon of {target:g} that the run was calibrated for"
-    return (f"{budget} allows {account.end:,} of {privacy.steps:,} steps.",)
+    return (f"{budget} allows {account.end:,} of {steps:,} steps.",)
 
 
-def _lost(plan: TrainPlan, before: Inherited, account: Account) -> tuple[str, ...]:
+def _lost(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return a note on the cost of an interruption; () if it cost nothing."""
-    privacy, was = plan.privacy, before.account
-    if was is None or not privacy.private:
+    event, delta, was = plan.event, plan.settings.delta, before.account
+    if was is None or not plan.private:
         return ()
-    parts = (was.begun - was.base, privacy.steps - account.base, privacy.steps - was.base)
-    begun, rest, planned = (privacy.event_of(steps).compositions for steps in parts)
+    parts = (was.begun - was.base, event.steps - account.base, event.steps - was.base)
+    begun, rest, planned = (event.first(steps).compositions for steps in parts)
     if (count := begun + rest - planned) == 0:
         return ()
-    of = privacy.event.compositions
-    what = "epochs" if privacy.event.sampling.once_an_epoch else "steps"
+    of = event.compositions
+    what = "epochs" if event.sampling.once_an_epoch else "steps"
     said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
-    if account.end < privacy.steps:
+    if account.end < event.steps:
         return (f"{said}: training ends after step {account.end:,}, to stay within the budget.",)
-    whole = (*was.before, privacy.event_of(privacy.steps - was.base))
-    old, new = total_epsilon(whole, privacy.delta), total_epsilon(account.planned, privacy.delta)
+    whole = (*was.before, event.first(event.steps - was.base))
+    old, new = total_epsilon(whole, delta), total_epsilon(account.planned, delta)
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 
 
@@ -229,9 +228,7 @@ FIXED = (
 FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 
 
-def _continued(
-    run: Path, given: Mapping[str, Any], *, elsewhere: bool
-) -> tuple[TrainPlan, Inherited]:
+def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple[Plan, Inherited]:
     """Return the plan of a run that continues, and what it inherits. Raises InputError."""
     saved, account = checkpoint.read(run), read_ledger(run)
     recorded, step = saved.record.config, saved.step
@@ -249,11 +246,11 @@ def _continued(
     if account is None or account.begun < step or len(account.before) < saved.record.parts:
         raise InputError(damaged)
     _check_changes(run, by_setting(recorded), given, elsewhere=elsewhere)
-    resolved = resolve(given, by_setting(recorded))
-    plan, privacy = resolved.plan, resolved.plan.privacy
-    if privacy.private != bool(account.event.noise_multiplier):
+    resolved = _with_noise_of(account.event, given, by_setting(recorded), elsewhere=elsewhere)
+    plan = resolved.plan
+    if plan.private != bool(account.event.noise_multiplier):
         raise InputError(damaged)
-    if privacy.canaries:
+    if plan.settings.canaries:
         raise InputError(
             f"{run} is an audit run, which cannot be resumed: an audit tests one guarantee with "
             "one set of canaries. Start a new run."
@@ -263,12 +260,32 @@ def _continued(
         return plan, Inherited(saved, account.past, step, notes=resolved.notes)
     if step >= account.end and folder.is_published(run):
         raise InputError(
-            f"{run} is finished: it took {step} of {privacy.steps} steps. To train longer: "
+            f"{run} is finished: it took {step} of {plan.event.steps} steps. To train longer: "
             f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "
-            f"(N above {step // privacy.steps_per_epoch})"
+            f"(N above {step // plan.event.steps_per_epoch})"
         )
-    inherited = Inherited(saved, account.past, step, account.target, resolved.notes, account)
+    target = plan.settings.epsilon
+    inherited = Inherited(saved, account.past, step, target, resolved.notes, account)
     return plan.placed(run), inherited
+
+
+def _with_noise_of(
+    event: TrainingEvent,
+    given: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    *,
+    elsewhere: bool,
+) -> Resolved:
+    """Return the plan of a run that continues, with the noise of its event as it began.
+
+    A resumed run keeps to the epsilon that it was calibrated for. In another folder it may have
+    other steps, so it has that noise, or another that is given, and no target.
+    """
+    if not elsewhere:
+        return resolve(given, recorded, noise=event.noise_multiplier)
+    if "epsilon" in recorded:
+        recorded = over({"sigma": event.noise_multiplier}, recorded)
+    return resolve(given, recorded)
 
 
 def _check_changes(
@@ -302,12 +319,17 @@ def _check_changes(
             remedy = f"To train with other settings: {folder.resume_elsewhere_command(run, flags)}"
         raise InputError(f"{' and '.join(flags)} cannot change in a resume. {remedy}")
     with suppress(OSError, UnicodeDecodeError):
-        if (run / folder.CONFIG).read_text(encoding="utf-8") != to_yaml(before):
+        text = (run / folder.CONFIG).read_text(encoding="utf-8")
+        if _without_comments(text) != _without_comments(to_yaml(before)):
             raise InputError(
                 f"{run / folder.CONFIG} was edited or damaged. Delete it to restore it from the "
                 "checkpoint. To change a setting, resume the run into another folder: "
                 f"{folder.resume_elsewhere_command(run, ['--lr 0.01'])}"
             )
+
+
+def _without_comments(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -319,17 +341,17 @@ def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         )
 
 
-def _check_elsewhere(run: Path, plan: TrainPlan, step: int) -> None:
+def _check_elsewhere(run: Path, plan: Plan, step: int) -> None:
     """Reject the run's own folder as another one, and no further steps. Raises InputError."""
-    out, privacy = plan.settings.out, plan.privacy
+    out, event = plan.settings.out, plan.event
     if out is not None and out.resolve() == run.resolve():
         raise InputError(
             f"--out {out} is the run to resume. Leave --out out to resume it there with its "
             "settings, or use a new folder."
         )
     folder.check_place(plan)
-    if privacy.steps <= step:
+    if event.steps <= step:
         raise InputError(
-            f"{run} has already taken {step} steps, but {privacy.steps} are requested. Set "
-            f"--epochs (above {step // privacy.steps_per_epoch}) or --steps (above {step})."
+            f"{run} has already taken {step} steps, but {event.steps} are requested. Set "
+            f"--epochs (above {step // event.steps_per_epoch}) or --steps (above {step})."
         )

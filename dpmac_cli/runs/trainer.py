@@ -10,7 +10,7 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import score_event
 from dpmac_cli.accounting.statements import short
-from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import Weigh
@@ -21,7 +21,7 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
-from dpmac_cli.step import Step, mechanism_of, steps_of
+from dpmac_cli.step import Step, mechanism_of
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
@@ -76,7 +76,7 @@ class Trainer(Step):
         if self.covered is None:
             return self.evaluate()
         (sigma, noise), step = self.covered, self.state.step
-        if step < self.plan.steps:
+        if step < self.steps:
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
         self.account.begin(score_event(sigma))  # before any test record is read
         result = self.evaluate(covered=True)
@@ -84,7 +84,7 @@ class Trainer(Step):
 
 
 def make_trainer(
-    plan: TrainPlan,
+    plan: Plan,
     task: PreparedRun,
     keys: Keys,
     account: Account,
@@ -111,56 +111,55 @@ def make_trainer(
     """
     device = task.data.gain.device
     _check_size(plan, task.data.train.size, task.data.test.size)
-    if loss is not None and not plan.network.isolate:
-        outputs, labels = map(torch.from_numpy, plan.data.facts.task.examples())
+    if loss is not None and not plan.settings.isolate:
+        outputs, labels = map(torch.from_numpy, plan.facts.task.examples())
         check_loss(loss, outputs.to(device), labels.to(device))
-    privacy, secure, rank = plan.privacy, plan.settings.secure, 0 if ranks is None else ranks.rank
-    fixed = steps_of(plan, account.end, device)
+    settings, rank = plan.settings, 0 if ranks is None else ranks.rank
     # Built-in networks use no random numbers in their forward pass; others may.
-    drawn = task.own or plan.recipe.augmented or plan.data.found.unit
+    drawn = task.own or settings.augment is not None or plan.facts.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     with full_float32():
-        sums = DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss, weigh)
+        sums = DataSum(task.trained, task.data, plan, settings.batch_size, layers, loss, weigh)
         trainer = Trainer(
             sums,
-            optimizer=plan.optimizer,
-            mechanism=mechanism_of(privacy, secure=secure),
-            plan=fixed,
+            plan=plan,
+            steps=account.end,
+            mechanism=mechanism_of(plan),
             sampler=_sampler(plan, keys) if rank == 0 else None,
-            noise=Noise(keys.noise, secure=secure) if rank == 0 else None,
+            noise=Noise(keys.noise, secure=settings.secure) if rank == 0 else None,
             account=account,
             hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
     attach(task.model, account)
-    if privacy.score is not None and rank == 0:
-        trainer.covered = privacy.score.noise_multiplier, Noise(keys.scores, secure=True)
+    if plan.score is not None and rank == 0:
+        trainer.covered = plan.score.noise_multiplier, Noise(keys.scores, secure=True)
     return trainer
 
 
-def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
+def unit_of(plan: Plan) -> tuple[str, str]:
     """Return the unit of privacy, and what tells the units of records apart."""
-    return short(privacy.unit), data.found.unit
+    return short(plan.unit), plan.facts.unit
 
 
-def _check_size(plan: TrainPlan, train: int, test: int) -> None:
+def _check_size(plan: Plan, train: int, test: int) -> None:
     """Reject data whose number of records differs from that of sampling rate and epsilon."""
-    facts = plan.data.facts
-    if train != facts.train_size or (plan.privacy.score and test != facts.test_size):
+    facts = plan.facts
+    if train != facts.train_size or (plan.settings.cover_scores and test != facts.test_size):
         raise InputError(
             f"data has {train:,} training and {test:,} test records or units, but epsilon was "
             f"computed for the {facts.train_size:,} and {facts.test_size:,} of "
-            f"{plan.data.found.name}. Use the dataset with its units, or save your records as an "
+            f"{facts.name}. Use the dataset with its units, or save your records as an "
             ".npz and use that."
         )
 
 
-def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
+def _sampler(plan: Plan, keys: Keys) -> KeyedSampler:
     """Return the sampler of a run; canaries are drawn like its records."""
-    event = plan.privacy.event
+    event = plan.event
     return KeyedSampler(
         event.sampler,
-        size=plan.data.facts.train_size + plan.privacy.canaries,
+        size=plan.facts.train_size + (plan.settings.canaries or 0),
         rate=event.sampling_rate,
         steps=event.steps_per_epoch,
         key=keys.sampler,
@@ -169,19 +168,19 @@ def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
     )
 
 
-def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys, sums: DataSum) -> list[Canaries]:
+def _canaries(plan: Plan, task: PreparedRun, keys: Keys, sums: DataSum) -> list[Canaries]:
     """Return the canaries of an audit run; an empty list for other runs."""
-    privacy = plan.privacy
-    if privacy.canaries == 0:
+    count = plan.settings.canaries
+    if count is None:
         return []
     return [
         Canaries(
             trained=sums.trained_mask,
-            rate=privacy.event.sampling_rate,
-            batch=privacy.batch_size,
+            rate=plan.event.sampling_rate,
+            batch=plan.settings.batch_size,
             first=task.data.train.size,
-            count=privacy.canaries,
-            inputs=plan.recipe.inputs,
+            count=count,
+            inputs=plan.inputs,
             keys=keys,
         )
     ]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
@@ -19,13 +18,14 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 
 
 def brief_workers(
-    ranks: Ranks, plan: TrainPlan, folder: Path, task: PreparedRun, trainer: Trainer, keys: Keys
+    ranks: Ranks, plan: Plan, folder: Path, task: PreparedRun, trainer: Trainer, keys: Keys
 ) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets.
 
@@ -35,7 +35,8 @@ def brief_workers(
     brief = {
         "config": by_flag(plan.recorded),
         "folder": str(folder),
-        "steps": trainer.plan.steps,
+        "noise": plan.event.noise_multiplier,
+        "steps": trainer.steps,
         "numbers": trainer.state.numbers(),
         "keys": {name: getattr(keys, name).hex() for name in ("layers", "init")},
     }
@@ -54,11 +55,11 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
             said = ranks.brief()
-            plan = resolve(local, by_setting(said["config"])).plan
+            plan = resolve(local, by_setting(said["config"]), noise=said["noise"]).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
-            task = prepare(plan, choose_device(plan.device, ranks), keys)
-            account = Account(event=plan.privacy.event_of(said["steps"]))  # rank 0 has the ledger
+            task = prepare(plan, choose_device(plan.settings.device, ranks), keys)
+            account = Account(event=plan.event.first(said["steps"]))  # rank 0 has the ledger
             trainer = make_trainer(plan, task, keys, account, ranks=ranks)
             _agree(ranks, plan, task, trainer)
             trainer.state.go_to(said["numbers"])
@@ -74,7 +75,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         ) from failure
 
 
-def _agree(ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer) -> None:
+def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> None:
     """Synchronise the state of all ranks, and reject different records, which could count twice.
 
     Ranks that may round differently are rejected too.
@@ -100,9 +101,9 @@ def _agree(ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer) -
     trainer.share_state()
 
 
-def _records(plan: TrainPlan, data: Data) -> str:
+def _records(plan: Plan, data: Data) -> str:
     """Return the SHA-256 of records or features, their units, and what is declared of them."""
-    facts, units = plan.data.facts, (data.train.units, data.test.units)
+    facts, units = plan.facts, (data.train.units, data.test.units)
     record = {
         "records": fingerprint(data.train, data.test),
         "units": [None if each is None else each.sha256() for each in units],

@@ -26,13 +26,13 @@ from dpmac_cli.config.flags import (
     valid,
 )
 from dpmac_cli.config.named import PAPER, RECIPES, file_of
-from dpmac_cli.config.plan import DataPlan, TrainPlan
-from dpmac_cli.config.resolve import Resolved, resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, Settings
 from dpmac_cli.config.sources import by_flag, faults_of_model, over, read_yaml
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.runs.resolve import Resolved, resolve
 
 #: Settings whose values may have commas.
 WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights", "shares")
@@ -93,21 +93,22 @@ def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterable[str]:
 
 
 def resolved(
-    cases: Iterable[Mapping[str, Any]], data: DataPlan | None = None, *, same_data: bool = False
+    cases: Iterable[Mapping[str, Any]], *, same_data: bool = False
 ) -> tuple[list[Resolved], tuple[str, ...]]:
     """Resolve combinations of values; return their plans, and notes that concern all of them.
 
     With ``same_data``, the dataset is read once. Raises InputError with every fault of any.
     """
     found, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
+    facts: DataFacts | None = None
     for case in cases:
         try:
-            one = resolve(case, data=data)
+            one = resolve(case, facts=facts)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
         found.append(one)
-        data = one.plan.data if same_data else None
+        facts = one.plan.facts if same_data else None
         said = (*one.chosen, *one.notes)
         notes |= dict.fromkeys(note for note in said if "no effect" not in note)
     raise_errors(errors)
@@ -173,7 +174,7 @@ class Run:
         column: its value of the study's column setting.
     """
 
-    plan: TrainPlan
+    plan: Plan
     folder: Path
     seed: int
     labels: Labels
@@ -203,7 +204,7 @@ class Grid:
     notes: tuple[str, ...]
 
     @property
-    def plan(self) -> TrainPlan:
+    def plan(self) -> Plan:
         """Return the settings of the first run; dataset and delta are the same for all runs."""
         return self.runs[0].plan
 
@@ -263,10 +264,11 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
     cases = [*_combinations(given, axes)]
     found, notes = resolved(flags for _, flags in cases)
-    cells: dict[tuple[Labels, float], TrainPlan] = {}
+    cells: dict[tuple[Labels, float], Plan] = {}
     for (labels, _), one in zip(cases, found, strict=True):
-        target, plan = one.settings.epsilon or math.inf, one.plan
-        cells.setdefault((labels, target if column == "epsilon" else plan.privacy.sigma), plan)
+        plan = one.plan
+        target, sigma = plan.settings.epsilon or math.inf, plan.event.noise_multiplier
+        cells.setdefault((labels, target if column == "epsilon" else sigma), plan)
     changed = last_change(found[0].plan)
     runs = tuple(
         _placed(plan, seed, root / address(plan, seed, changed), labels, value)
@@ -294,7 +296,7 @@ def _combinations(
         yield tuple((flag_name(name), label) for name, label in labels.items()), flags
 
 
-def _placed(plan: TrainPlan, seed: int, folder: Path, labels: Labels, column: float) -> Run:
+def _placed(plan: Plan, seed: int, folder: Path, labels: Labels, column: float) -> Run:
     """Return the run of a cell with a seed."""
     seeded = replace(plan, settings=plan.settings.replace(seed=seed))
     return Run(seeded.placed(folder, force=True), folder, seed, labels, column)
@@ -306,32 +308,32 @@ def _column(given: Mapping[str, list[str]]) -> str:
     return "epsilon" if "epsilon" in given or not noise else "sigma"
 
 
-def address(plan: TrainPlan, seed: int, changed: int = 0) -> str:
+def address(plan: Plan, seed: int, changed: int = 0) -> str:
     """Return the name of a run's folder, which depends on settings and seed. Raises OSError.
 
     So it does on ``changed``: see :func:`last_change`. It depends on no record, because names of
     folders may be published.
     """
     settings = by_flag({name: value for name, value in plan.recorded.items() if name not in ASIDE})
-    if plan.network.pretrained is not None:
-        settings["pretrained"] = hashlib.sha256(plan.network.pretrained.read_bytes()).hexdigest()
+    if plan.pretrained is not None:
+        settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()
     if changed:
         settings["changed"] = changed
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{plan.data.found.name}-{plan.optimizer.name}-{digest}"
+    return f"{plan.facts.name}-{plan.optimizer.name}-{digest}"
 
 
-def last_change(plan: TrainPlan) -> int:
+def last_change(plan: Plan) -> int:
     """Return when your own data or their schema changed last, in nanoseconds; 0 for other data.
 
     Runs on records, units or splits that were corrected since are none of a study's, because their
     epsilons may protect other units and do not add up.
     """
-    data = plan.data
-    if not isinstance(data.source, Source):
+    source = plan.facts.source
+    if source is None:
         return 0
     schema = plan.recorded.get("schema")
-    roots = [data.source.path, *([] if schema is None else [Path(schema)])]
+    roots = [source.path, *([] if schema is None else [Path(schema)])]
     files = (path for root in roots for path in (root, *root.rglob("*")))
     return max((path.stat().st_mtime_ns for path in files if path.exists()), default=0)

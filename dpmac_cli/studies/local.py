@@ -24,12 +24,12 @@ from dpmac_cli.data.image_folder import usable_cores
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_flags
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
 from dpmac_cli.torch_errors import what_failed
@@ -168,20 +168,17 @@ def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[R
     try:
         checkpoint.read(where)
     except InputError:  # there is none
-        begun = begun_events(where, plan.privacy.event) if plan.privacy.private else ()
+        begun = begun_events(where, plan.event) if plan.private else ()
         return train(plan, stop, data, earlier=begun)
-    flags = {"device": plan.device, "model": plan.settings.model, "seed": plan.settings.seed}
+    flags = {name: getattr(plan.settings, name) for name in ("device", "model", "seed")}
     return resume(where, flags, stop, data)
 
 
 def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
     """Load every dataset once. torch shares the memory of tensors sent to other processes."""
     cpu = torch.device("cpu")
-    plans = {run.plan.data.source: run.plan.data for run in runs}
-    return {
-        source: load_data(source, plan.folder, cpu, found=plan.found)
-        for source, plan in plans.items()
-    }
+    plans = {run.plan.facts.chosen: run.plan for run in runs}
+    return {chosen: load(plan, cpu) for chosen, plan in plans.items()}
 
 
 class Pool:
@@ -192,7 +189,7 @@ class Pool:
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None, data: SharedData) -> None:
-        on_gpu = choose_device(runs[0].plan.device).type == "cuda"
+        on_gpu = choose_device(runs[0].plan.settings.device).type == "cuda"
         jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
         self.slots, self.data = min(jobs, len(runs)), data
         self._places = SimpleQueue[int]()
@@ -203,13 +200,13 @@ class Pool:
     def train(self, run: Run, stop: threading.Event) -> str | None:
         """Train a run in a process until it ends; once ``stop`` is set, ask it to."""
         place, (mine, theirs) = self._places.get(), CONTEXT.Pipe()
-        named = run.plan.device
+        named = run.plan.settings.device
         device = choose_device(named)
         if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
             device = torch.device("cuda", place % torch.cuda.device_count())
         threads = max(1, torch.get_num_threads() // self.slots)
         # The server that processes are forked from keeps its initial environment variables.
-        data = self.data[run.plan.data.source]
+        data = self.data[run.plan.facts.chosen]
         arguments = (dict(os.environ), theirs, run.on(str(device)), data, threads)
         process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
@@ -238,4 +235,4 @@ def _work(
     os.environ.update(variables)
     # A network may print to stdout, which a program may parse.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.device))))
+        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.settings.device))))

@@ -67,7 +67,7 @@ class Tasks:
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
         there = ray.cluster_resources()
         # Other machines choose among their own GPUs.
-        self._device = runs[0].plan.device.partition(":")[0]
+        self._device = runs[0].plan.settings.device.partition(":")[0]
         self._gpu = self._device == "cuda" or (self._device == "auto" and there.get("GPU", 0) >= 1)
         kind = "GPU" if self._gpu else "CPU"
         if there.get(kind, 0) < 1:

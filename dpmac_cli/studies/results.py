@@ -106,29 +106,29 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     }
     judged = tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
     events = tuple(_events(grid.runs))
-    return Comparison(grid, judged, total_epsilon(events, grid.plan.privacy.delta))
+    return Comparison(grid, judged, total_epsilon(events, grid.plan.settings.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     values, seconds, failed = {}, [], {}
     first = runs[0][1]
-    privacy, event = first.plan.privacy, first.plan.privacy.event
-    epsilon = total_epsilon((event,), privacy.delta) if privacy.private else math.inf
-    key = METRICS[first.plan.settings.metric].key
+    plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
+    epsilon = total_epsilon((event,), delta) if plan.private else math.inf
+    key = METRICS[plan.settings.metric].key
     for place, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(place, "not finished")
             continue
-        if privacy.private and (did := events_of(run.folder)) != (event,):
-            epsilon = max(epsilon, total_epsilon(did, privacy.delta))
+        if plan.private and (did := events_of(run.folder)) != (event,):
+            epsilon = max(epsilon, total_epsilon(did, delta))
         seconds.append(float(report["timings"]["training_seconds"]))
         value = report["test"].get(key)
         values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
         column=first.column,
-        sigma=privacy.sigma,
+        sigma=event.noise_multiplier,
         epsilon=epsilon,
         values=values,
         seconds=fmean(seconds) if seconds else math.nan,
@@ -144,18 +144,18 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
     if not folder.is_published(run.folder):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
-    privacy, taken = run.plan.privacy, report["hyperparameters"]["steps"]
-    whole = taken >= privacy.steps or privacy.target is not None
+    plan, taken = run.plan, report["hyperparameters"]["steps"]
+    whole = taken >= plan.event.steps or plan.settings.epsilon is not None
     return report if whole and report["state"] == "finished" else None
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of private runs, not merged, as each part begins its own epochs."""
     for run in runs:
-        if run.plan.privacy.private and finished_report(run) is not None:
+        if run.plan.private and finished_report(run) is not None:
             yield from events_of(run.folder)
-        elif run.plan.privacy.private:
-            yield from begun_events(run.folder, run.plan.privacy.event, whole=True)
+        elif run.plan.private:
+            yield from begun_events(run.folder, run.plan.event, whole=True)
 
 
 def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
@@ -229,8 +229,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
-        "dataset": grid.plan.data.dataset,
-        "delta": grid.plan.privacy.delta,
+        "dataset": grid.plan.facts.typed,
+        "delta": grid.plan.settings.delta,
         "metric": grid.plan.settings.metric,
         "axes": list(grid.axes),
         "column": grid.column,
@@ -389,6 +389,6 @@ def remarks(comparison: Comparison) -> list[str]:
             f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
             "records: publishing anything learnt from all of them, such as which is best, costs "
             f"epsilon {format_epsilon(epsilon)} at delta "
-            f"{comparison.grid.plan.privacy.delta:g} in total."
+            f"{comparison.grid.plan.settings.delta:g} in total."
         )
     return [*said, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]

@@ -16,10 +16,11 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.flags import Flags, Option, flag_name
-from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
+from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import MOST, RANGE, faults_of_values, read_values, resolved
 
 #: Mean number of trials: of a search over given settings, and of one near the default.
@@ -92,7 +93,7 @@ class SearchSpace:
 
     Attributes:
         given: settings that all trials share, by name, with the epsilon of one trial.
-        data: the dataset, whose facts were read once.
+        facts: facts of the dataset, read once.
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
@@ -101,30 +102,31 @@ class SearchSpace:
     """
 
     given: Mapping[str, Any]
-    data: DataPlan
+    facts: DataFacts
     dimensions: tuple[Dimension, ...]
     search: Search
-    plans: tuple[TrainPlan, ...]
+    plans: tuple[Plan, ...]
     out: Path
     notes: tuple[str, ...] = ()
 
     @property
     def epsilon(self) -> float:
         """Epsilon of the whole search, at most the target."""
-        return self.search.epsilon(self.plans[0].privacy.delta)
+        return self.search.epsilon(self.plans[0].settings.delta)
 
-    def trial(self) -> TrainPlan:
+    def trial(self) -> Plan:
         """Return the plan of a trial, drawn at random with the operating system's bits."""
         source = random.SystemRandom()
         return self.plan_of({d.name: d.draw(source) for d in self.dimensions})
 
-    def plan_of(self, setting: Mapping[str, Any]) -> TrainPlan:
+    def plan_of(self, setting: Mapping[str, Any]) -> Plan:
         """Return the plan of a trial. Raises ValueError if its cost was not accounted for."""
-        plan = resolve({**self.given, **setting}, data=self.data).plan
+        plan = resolve({**self.given, **setting}, facts=self.facts).plan
         if events_of_trial(plan) not in self.search.candidates:
             raise ValueError("the settings of a trial are not among the candidates of its search")
-        texts = tuple(dimension.text for dimension in self.dimensions)
-        return replace(plan, search=SearchPlan(self.search, texts))
+        # The epsilon of a trial is not that of the run that is published.
+        settings = plan.settings.replace(sigma=plan.event.noise_multiplier, epsilon=None)
+        return replace(plan, settings=settings, search=self.search)
 
 
 def secret_places(out: Path) -> list[Path]:
@@ -138,12 +140,11 @@ def secret_places(out: Path) -> list[Path]:
     return [there / "-".join((RUNNING, *way)) for there, way in ways.items() if there.is_dir()]
 
 
-def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
+def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
     """Return what a whole trial does to training and test records: its steps and its score."""
-    privacy = plan.privacy
-    if privacy.score is None:
+    if plan.score is None:
         raise ValueError("a trial needs a covered score: it decides which one is released")
-    return privacy.event, privacy.score
+    return plan.event, plan.score
 
 
 def plan_search(
@@ -233,20 +234,22 @@ def _calibrated(
     ]
     found, notes = resolved(({**shared, **one} for one in settings), same_data=True)
     of_kind = {events_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
-    data, privacy = found[0].plan.data, found[0].plan.privacy
+    facts, settings_of_all = found[0].plan.facts, found[0].plan.settings
+    space = tuple(dimension.text for dimension in drawn)
 
-    def plans(epsilon: float) -> tuple[TrainPlan, ...]:
+    def plans(epsilon: float) -> tuple[Plan, ...]:
         given = {**shared, "epsilon": epsilon}
-        return tuple(resolve({**given, **one}, data=data).plan for one in of_kind.values())
+        return tuple(resolve({**given, **one}, facts=facts).plan for one in of_kind.values())
 
     def search(epsilon: float) -> Search:
         events = map(events_of_trial, plans(epsilon))
-        return Search(trials_of(mean), tuple(dict.fromkeys(events)))
+        return Search(trials_of(mean), tuple(dict.fromkeys(events)), space)
 
-    epsilon = calibrate_search(search, privacy.delta, found[0].settings.epsilon or EPSILON)
+    target = settings_of_all.epsilon or EPSILON
+    epsilon = calibrate_search(search, settings_of_all.delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
-        data=data,
+        facts=facts,
         dimensions=drawn,
         search=search(epsilon),
         plans=plans(epsilon),

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli import files
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import unheard
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.search import SearchSpace, plan_search, secret_places
 from dpmac_cli.tasks.known import METRICS
 
@@ -74,8 +74,8 @@ def carry_out_search(
         for place in (secret, *filter(Path.exists, others)):
             held.enter_context(_secret_folder(place))
         _check_free(out, secret)
-        device = choose_device(first.device)
-        data = load_data(first.data.source, first.data.folder, device, found=first.data.found)
+        device = choose_device(first.settings.device)
+        data = load(first, device)
         with _silence():
             best = _best(space, secret / TRIAL, stop, data)
     _check_free(out, secret)  # another run may have begun in it meanwhile
@@ -130,9 +130,7 @@ def _best(
     return best
 
 
-def _trained(
-    plan: TrainPlan, place: Path, stop: Callable[[], bool], data: Data
-) -> dict[str, bytes]:
+def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> dict[str, bytes]:
     """Train one trial; return its published files by name, none if it diverged.
 
     Raises KeyboardInterrupt if ``stop`` returns True.

@@ -12,6 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dpmac_cli.config.class_weights import class_weights
+from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batch_invariance import (
     TRIED,
     Manner,
@@ -48,7 +51,6 @@ from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.recorded_sum import RecordedChunkSum
-from dpmac_cli.training.schedules import StepPlan
 
 #: Reason for running a network whose records round others in a loop.
 ROUNDED = "on this machine, results for a record would be rounded by the others of a batch."
@@ -319,23 +321,24 @@ class DataSum(ChunkedSum):
     """Sum over the training records of a dataset, or the records of its units.
 
     Takes the model, the data on its device, the plan, B, the random draws of layers, augmented
-    views and the records of units, and a loss and weights of records instead of the plan's.
+    views and the records of units, and a loss and weights of records instead of those of the
+    settings.
     """
 
     def __init__(
         self,
         model: nn.Module,
         data: Data,
-        plan: StepPlan,
+        plan: Plan,
         batch: float,
         layers: LayerDraws | None,
         own: Loss | None = None,
         weigh: Weigh | None = None,
     ) -> None:
-        self.data, self._recipe = data, plan.recipe
-        inputs, kind = plan.recipe.inputs, plan.recipe.loss
-        loss, device = own or build_loss(kind.name, kind.smoothing), data.gain.device
-        built_in = None if own else build_weights(kind.name, kind.weights, device)
+        self.data, self._plan = data, plan
+        inputs, settings, device = plan.inputs, plan.settings, data.gain.device
+        loss = own or build_loss(settings.loss, settings.label_smoothing)
+        built_in = None if own else build_weights(settings.loss, class_weights(settings), device)
         several = (inputs,) if inputs > 1 else ()
         images, labels = data.train.images.shape[1:], data.train.labels
         super().__init__(
@@ -345,7 +348,7 @@ class DataSum(ChunkedSum):
             layers,
             loss=loss,
             views=inputs,
-            physical_batch=plan.physical_batch,
+            physical_batch=physical_batch(settings, plan.facts, device.type),
             batch=batch,
             private=plan.private,
             rowwise=own is None and weigh is None,
@@ -354,14 +357,14 @@ class DataSum(ChunkedSum):
 
     def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Tensor, Tensor]:
         """Return the records of units, and their augmented views, standardised, with labels."""
-        recipe, rows = self._recipe, self._rows(drawn[part], step)
+        plan, settings, rows = self._plan, self._plan.settings, self._rows(drawn[part], step)
         images, labels = self.data.train.at(rows)
-        if recipe.augmented:
-            words = self._words(drawn[part], step, recipe.inputs).reshape(len(rows), -1)
-            images = views_of(images, words, recipe.augment)
-            labels = labels.repeat_interleave(recipe.views, 0)
+        if settings.augment is not None:
+            words = self._words(drawn[part], step, plan.inputs).reshape(len(rows), -1)
+            images = views_of(images, words, settings.augment)
+            labels = labels.repeat_interleave(settings.augmentations or 1, 0)
         inputs, samples = self.data.standardised(images), len(drawn[part])
-        if recipe.inputs > 1:
+        if plan.inputs > 1:
             inputs, labels = (t.view(samples, -1, *t.shape[1:]) for t in (inputs, labels))
         return inputs, labels
 
@@ -370,9 +373,9 @@ class DataSum(ChunkedSum):
         units = self.data.train.units
         if units is None:
             return drawn
-        recipe = self._recipe
-        *_, words = self._words(drawn, step, recipe.inputs + 1).T  # the others are for augmentation
-        return units.records(drawn, words, recipe.records).reshape(-1)
+        plan = self._plan
+        *_, words = self._words(drawn, step, plan.inputs + 1).T  # the others are for augmentation
+        return units.records(drawn, words, plan.records_in_a_step).reshape(-1)
 
     def _words(self, drawn: Indices, step: int, count: int) -> NDArray[np.uint64]:
         assert self._layers is not None, "views and records of units are drawn"  # noqa: S101

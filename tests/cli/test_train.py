@@ -219,7 +219,7 @@ def shown_of(result: Results, **flags: Any) -> str:
     display, plan = RunDisplay(console), digits_config(steps=1, **flags)
     display.show(Started(plan=plan, folder=Path("run"), parameters=(9, 9), done=0, steps=1))
     rows = 1 if isinstance(result, Classified) else 2
-    found = Evaluation(0.0, torch.zeros(2, rows), torch.zeros(2), plan.data.facts.task)
+    found = Evaluation(0.0, torch.zeros(2, rows), torch.zeros(2), plan.facts.task)
     found.__dict__["results"] = result
     last = Evaluated(1, 1.0, 0.1, found, last=True)
     display.show(Update(event=last, epsilon=1.0, planned=1.0))

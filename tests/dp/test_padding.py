@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from tests.digits_runs import after, digits_config, weights
-from tests.helpers import PLAN, Batches, a_key, make_trainer, walk
+from tests.helpers import Batches, a_key, make_trainer, planned, walk
 from tests.test_ranks import together
 from tests.tiers import rest_long
 
@@ -111,7 +110,7 @@ class Prepared(Noise):
 
 
 #: Steps with decay of the weights and an average.
-DECAYING = replace(PLAN, recipe=replace(PLAN.recipe, weight_decay=0.1, ema=0.9), physical_batch=7)
+DECAYING = planned(weight_decay=0.1, ema=0.9, physical_batch=7)
 
 
 def trainer_of(name: str, model: nn.Module, **more: Any) -> Trainer:

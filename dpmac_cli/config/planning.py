@@ -1,0 +1,45 @@
+"""From settings and facts of the records to the plan of a run. Reads no records."""
+
+from dataclasses import replace
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config import checks
+from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.flags import lonely
+from dpmac_cli.config.plan import Plan, calibrated, event_of, optimizer_of
+from dpmac_cli.config.settings import NEEDS, Settings
+from dpmac_cli.data.schema import DataFacts
+from dpmac_cli.errors import raise_errors
+
+
+def plan(
+    given: Settings,
+    facts: DataFacts,
+    *,
+    earlier: tuple[TrainingEvent, ...] = (),
+    noise: float | None = None,
+) -> Plan:
+    """Complete settings, validate them together, and calibrate the noise.
+
+    Args:
+        given: settings as they were given.
+        facts: facts of the records.
+        earlier: events on the same records, which a target epsilon must cover too.
+        noise: noise multiplier of a run that has begun, which is never calibrated again; None for
+            a new run.
+
+    Raises:
+        InputError: lists every fault of settings together.
+        BudgetError: no noise meets the target epsilon.
+    """
+    settings = completed(given.replace(dataset=facts.typed), facts)
+    event = event_of(settings, facts.train_size)
+    found = Plan(settings, facts, event, optimizer_of(settings))
+    raise_errors([*lonely(given.explicit, NEEDS), *checks.faults(found)])
+    if noise is None:
+        event = calibrated(settings, event, earlier)
+    else:
+        event = replace(event, noise_multiplier=noise)
+    found = replace(found, event=event)
+    _ = found.score  # raises BudgetError before anything is written
+    return found
