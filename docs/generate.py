@@ -44,10 +44,9 @@ use them. `help(dpmac_cli.train)` prints the same text.
 #: Headings of that page, by the package or module that the names come from.
 API_GROUPS = {
     "data": "Records in memory",
-    "training": "Records of torch datasets",
     "release": "Runs and models",
     "runs": "Events of a run",
-    "step": "Private steps on your own batches",
+    "training": "Private steps on your own batches, and records of torch datasets",
     "config": "Settings",
     "accounting": "Privacy costs",
     "studies": "Studies",

@@ -45,11 +45,11 @@ from .runs.resolve import resolve as resolve
 from .runs.session import Evaluated as Evaluated
 from .runs.session import Started as Started
 from .runs.session import Update as Update
-from .step import PrivateStep as PrivateStep
-from .step import clipped_grad as clipped_grad
 from .studies.grid import plan as plan
 from .studies.results import collect as collect
 from .studies.tune import tune as tune
+from .training.clipped_grad import clipped_grad as clipped_grad
+from .training.private_step import PrivateStep as PrivateStep
 from .training.torch_datasets import from_torch as from_torch
 
 __all__: list[str]

@@ -34,7 +34,7 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.step import Step
+from dpmac_cli.training.step import Step
 from tests import door_networks
 
 RECORDS, BATCH, STEPS = 200, 20, 8

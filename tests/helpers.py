@@ -29,7 +29,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, Se
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
-from dpmac_cli.randomness.keystream import generator, make_keys
+from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
@@ -148,7 +148,14 @@ def equal_keys(seed: int = 0) -> Iterator[None]:
 
     A program cannot: two trainings with the same keys add the same noise.
     """
-    with patch("dpmac_cli.step.make_keys", lambda _, base=0: make_keys(seed, base)):
+
+    def of_seed(_: None, base: int = 0) -> Keys:
+        return make_keys(seed, base)
+
+    with (
+        patch("dpmac_cli.training.private_program.make_keys", of_seed),
+        patch("dpmac_cli.training.private_step.make_keys", of_seed),
+    ):
         yield
 
 

@@ -17,8 +17,8 @@ from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.step import Step
 from dpmac_cli.training.chunks import ChunkedSum
+from dpmac_cli.training.step import Step
 from tests.digits_runs import after, digits_config
 from tests.digits_runs import digits_network as network
 from tests.doors import DOORS, STEPS, Trained

@@ -35,8 +35,8 @@ from dpmac_cli import (
     make_private,
     total_epsilon,
 )
-from dpmac_cli import step as step_module
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
+from dpmac_cli.training import private_program, private_step
 from dpmac_cli.training.chunks import BatchSum
 from tests.helpers import equal_keys, without
 from tests.test_resume import Draws
@@ -426,7 +426,8 @@ def test_no_noise_and_no_batch_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -
         return keys[-1]
 
     draws = Draws(monkeypatch)
-    monkeypatch.setattr(step_module, "make_keys", kept)
+    for module in (private_program, private_step):
+        monkeypatch.setattr(module, "make_keys", kept)
     first, again, another = started(), started(), started()
     state = dict[str, Any]()
     for batch in first.loader(Notes()):

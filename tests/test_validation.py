@@ -33,7 +33,7 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.release.run import train
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.step import clipped_grad
+from dpmac_cli.training.clipped_grad import clipped_grad
 from tests.digits_runs import run_trainer
 from tests.dp.reference import Subject, clip, region_clipping_half
 from tests.helpers import CLASSES as TINY_CLASSES

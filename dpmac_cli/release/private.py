@@ -29,9 +29,10 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
-from dpmac_cli.step import NO_SEED, PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, parts_held_by
+from dpmac_cli.training.private_program import PrivateProgram
+from dpmac_cli.training.private_step import NO_SEED
 
 
 class PrivateTraining(PrivateProgram):

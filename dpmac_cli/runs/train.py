@@ -32,9 +32,9 @@ from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer, unit_of
 from dpmac_cli.runs.workers import brief_workers
-from dpmac_cli.step import account_facts
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
+from dpmac_cli.training.step import account_facts
 
 
 @dataclass(frozen=True)

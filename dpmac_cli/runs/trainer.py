@@ -21,13 +21,13 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
-from dpmac_cli.step import Step, mechanism_of
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.lineage import attach
 from dpmac_cli.training.private_scores import PrivateScore, release_score
+from dpmac_cli.training.step import Step, mechanism_of
 
 
 class Trainer(Step):

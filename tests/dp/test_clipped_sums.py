@@ -41,7 +41,7 @@ from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
 from dpmac_cli.dp.losses import build_loss, check_loss
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
-from dpmac_cli.step import clipped_grad
+from dpmac_cli.training.clipped_grad import clipped_grad
 from tests.helpers import Batches, in_chunks_of, make_trainer, numbers
 from tests.layer_cases import CASES, SIGNAL, Case, Do, energy, frozen
 from tests.pairwise import all_pairs

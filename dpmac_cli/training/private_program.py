@@ -1,0 +1,170 @@
+"""Private training of a program: its model, epsilon, statement and notes, whoever makes batches."""
+
+import threading
+from abc import abstractmethod
+from dataclasses import replace
+
+from torch import nn
+
+from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
+from dpmac_cli.config import checks
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.errors import (
+    BudgetError,
+    counted,
+)
+from dpmac_cli.models.trial_samples import (
+    trained_parts,
+)
+from dpmac_cli.randomness.keystream import Unshared, make_keys
+from dpmac_cli.training.distributed import check_single_process
+from dpmac_cli.training.lineage import (
+    Parts,
+    accounts_of,
+)
+from dpmac_cli.training.step import Step, account_facts
+
+#: Private note on weights that were cut.
+CUT = (
+    "weights returned numbers outside 0 to largest_weight, or NaN, for {} that a step used; they "
+    "were cut to that range, and NaN to 0."
+)
+
+
+class PrivateProgram(Unshared):
+    """Private training of a network in a program, and its cost with all earlier training.
+
+    Its keys are secret and random: of every object, and of every state that is loaded.
+    """
+
+    __slots__ = (
+        *("_account", "_held", "_keys", "_left_out", "_notes", "_one_at_a_time", "_plan"),
+        "_step",
+    )
+
+    def _begin(
+        self,
+        plan: Plan,
+        unit: tuple[str, str],
+        earlier: tuple[Account, ...],
+        notes: tuple[str, ...],
+    ) -> None:
+        """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
+        check_single_process()
+        self._plan, self._notes = plan, notes
+        self._account = Account(
+            event=plan.event,
+            earlier=tuple(account.alone() for account in earlier),
+            **account_facts(plan, unit),
+        )
+        self._account.shorten()
+        self._keys = make_keys(None)
+        self._left_out = 0  # steps of epochs that were begun and not finished
+        self._step: Step | None = None
+        self._held: Parts = ()  # of the network, and of others, which a step reads
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on how the network is run."""
+        return (*self._notes, *[SEED_GIVEN] * self._account.seeded)
+
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """Return notes on the records, for whoever holds them. Do not log or publish them.
+
+        They are exact: no noise is added, and epsilon does not cover them.
+        """
+        cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
+        of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
+        return (*checks.private_notes(self._plan), *of_steps)
+
+    def __repr__(self) -> str:
+        size = None if self._step is None else self._step.sums.size
+        parts = trained_parts(self.model, size)[:-1]
+        return f"{type(self).__name__}({self.taken} of {len(self)} steps; {parts})"
+
+    def __len__(self) -> int:
+        """Return the total number of steps."""
+        return self._account.end - self._left_out
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return the network. Steps run it in the modes in which it was validated."""
+
+    @property
+    def taken(self) -> int:
+        """Return the number of steps that were taken."""
+        return self._account.base if self._step is None else self._step.state.step
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the training: its settings, and its event with the noise."""
+        return self._plan
+
+    @property
+    def event(self) -> TrainingEvent:
+        """Return the privacy event of all steps that have begun, without earlier training.
+
+        It includes the steps that are left out of an epoch by :meth:`PrivateStep.loader`.
+        """
+        return self._account.done
+
+    @property
+    def delta(self) -> float:
+        """Return delta of the guarantee."""
+        return self._plan.settings.delta
+
+    @property
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        return self._plan.event.noise_multiplier
+
+    @property
+    def epsilon(self) -> float:
+        """Return the privacy cost of all steps that have begun, and of earlier training."""
+        return self._account.epsilon
+
+    @property
+    def statement(self) -> str:
+        """Return the meaning of the guarantee."""
+        unit, account = self._plan.unit, self._account
+        seeded = account.seeded
+        return statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It has no privacy cost if it depends only on public values, including test scores.
+        """
+        return self._plan.optimizer.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        # Raises InputError, but not for 0, where a schedule ends.
+        Settings.model_validate({"lr": rate or None})
+        optimizer = self._plan.optimizer.with_lr(rate)
+        settings = self._plan.settings.replace(lr=optimizer.lr)
+        self._plan = replace(self._plan, optimizer=optimizer, settings=settings)
+        if self._step is not None:
+            self._step.plan = self._plan
+
+    def _check_budget(self) -> None:
+        """Raise BudgetError if all steps have begun; InputError in one of several processes.
+
+        Raises ModelError if the network, or one that a step reads, had steps that are not counted.
+        """
+        check_single_process()
+        self._account.check_counted(accounts_of(self._held))
+        if not self._account.remaining:
+            raise BudgetError(
+                f"All {len(self)} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
+                "more epochs, or train this one again in the same way, which also counts these "
+                "steps."
+            )

@@ -1,0 +1,446 @@
+"""Private steps on the batches of a program: :class:`PrivateStep`, and what it has in common with
+:func:`~dpmac_cli.release.private.make_private`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
+from dpmac_cli.config import checks
+from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.planning import plan as plan_run
+from dpmac_cli.config.sources import given_settings
+from dpmac_cli.data.registry import Defaults
+from dpmac_cli.data.schema import DataFacts
+from dpmac_cli.dp.clipping.batches import (
+    NOTHING,
+    Batch,
+    Structure,
+    check_rows,
+    map_rows,
+    samples_in,
+)
+from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.dp.weights import RecordWeights
+from dpmac_cli.errors import (
+    BudgetError,
+    InputError,
+    ModelError,
+    raise_errors,
+)
+from dpmac_cli.models.modes import notes_on_modes
+from dpmac_cli.models.trial_samples import (
+    BatchLoss,
+    Objective,
+    Trial,
+    device_of,
+    fitted,
+    trained_parts,
+)
+from dpmac_cli.models.validation import check_trial
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.sampling import BatchSampling
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.training.chunks import BatchSum
+from dpmac_cli.training.lineage import (
+    ACCOUNT,
+    attach,
+    carried_by,
+    parts_held_by,
+)
+from dpmac_cli.training.loading import (
+    NOT_DRAWN,
+    REPLACED,
+    Collate,
+    Drawn,
+    OneByOne,
+    batches,
+    check_reread,
+    first_row,
+    size_of,
+)
+from dpmac_cli.training.private_program import PrivateProgram
+from dpmac_cli.training.step import Step, account_facts, mechanism_of
+from dpmac_cli.training.torch_datasets import check_copies
+
+#: Settings of docs/configuration.md that a step has.
+SETTINGS_OF_STEP = (
+    *("isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta", "secure"),
+    *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
+    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
+)
+#: Message for a seed in a program.
+NO_SEED = (
+    "seed: a program has none, because it may create two trainings, or load a state twice, and "
+    "with the same seed both would add the same noise to two sums, whose difference has none. "
+    "Leave it out: every training draws secret keys of its own. For the initial weights of your "
+    "network use torch.manual_seed(0); to repeat a whole run, use dpmac train --seed 0."
+)
+#: Entries of the state of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
+#: ``trainings`` are those of the network, the last of which is the one that was saved.
+SAVED = frozenset({"tensors", "numbers", "trainings", "structure", "public", "lr"})
+
+
+class PrivateStep(PrivateProgram):
+    """Private training step of a network on the batches of a program.
+
+        step = PrivateStep(model, loss, sampling=Poisson(n=len(data), batch_size=256), epsilon=3)
+        for batch in step.loader(data):
+            step(batch)
+
+    A batch is a tensor, or dicts, lists and tuples of tensors, with one row per record. Batches
+    belong to private records: showing them, or their losses, would break the guarantee.
+
+    Args:
+        model: the network, on the device to train on. It is trained in place: its parameters become
+            views of one vector.
+        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
+            loss of a record must not depend on the others, which is validated.
+        sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`.
+        weights: ``weights(batch)`` returns the weight of each record, from 0 to ``largest_weight``,
+            a tensor of shape (records,). It is called with one record at a time. Divided by
+            ``largest_weight``, it multiplies the record's gradient after clipping. What a record
+            makes of it outside this range is cut, and counted in :attr:`private_notes`. Weights
+            from 0 to 1 do not change the privacy cost. By default those of the loss, if it calls
+            torch's ``cross_entropy`` or ``nll_loss`` with ``weight=``, or
+            ``binary_cross_entropy_with_logits`` with ``pos_weight=``, for one label per record.
+        largest_weight: largest number that ``weights`` returns, which is public.
+        example: a public batch of at least one row, with the shapes and types of the records. Its
+            integers are used to validate the network, and its numbers where random ones fail, such
+            as probabilities that sum to 1. By default integers are 0 and 1, numbers are random, and
+            the shapes are those of the first record.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
+
+    Raises:
+        InputError: settings cannot be used; lists every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network or the loss cannot be clipped, or its earlier training cannot be
+            added. If there is no ``example``, the first batch is awaited.
+    """
+
+    __slots__ = (
+        *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
+        *("_structure", "_sums", "_weigh"),
+    )
+    _plan: Plan
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: BatchLoss,
+        *,
+        sampling: BatchSampling,
+        weights: Callable[[Batch], Tensor] | None = None,
+        largest_weight: float = 1.0,
+        example: Batch | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__()
+        _check_arguments(model, loss, sampling, keywords)
+        self._model, self._loss, self._sampling = model, loss, sampling
+        self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
+        earlier = carried_by(model, (loss, weights))
+        check_composable(earlier, RECORD_UNIT)
+        named = {
+            "model": f"{type(model).__module__}:{type(model).__qualname__}",
+            "batch_size": sampling.batch_size,
+            "sampler": sampling.sampler,
+        }
+        settings: dict[str, Any] = {**keywords, **named}
+        before = tuple(event for account in earlier for event in account.own)
+        given = given_settings(settings)
+        plan = plan_run(given, _facts_of_batches(sampling, given.model), earlier=before)
+        notes = checks.notes(plan, given.explicit)
+        # Nothing is scored or published.
+        plan = replace(plan, settings=plan.settings.replace(ema=None))
+        self._begin(plan, RECORD_UNIT, earlier, notes)
+        self._drawn: Drawn | None = None
+        self._loaders = 0  # number of calls of loader
+        self._structure: Structure | None = None
+        if example is not None:
+            self._prepare(Structure(_checked_example(example, device_of(model)), keep=True))
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network. Steps run it in the modes in which it was validated."""
+        return self._model
+
+    def loader(
+        self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
+    ) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps, drawn as their privacy cost assumes.
+
+        A batch may have any number of rows, also none. Take a step with each, in order. Records are
+        read when they are drawn, one by one, so that none changes the row of another.
+
+        Each call begins an epoch of :class:`~dpmac_cli.RandomAllocation`, because the dataset may
+        be in another order: the rest of an epoch that was begun is left out, and counted. Earlier
+        loaders end.
+
+        Args:
+            dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
+                random transform is repeated exactly when a step is. A record must depend on
+                itself alone: not on statistics of all records, nor on a mix with others.
+            collate_fn: turns a list of records, here always of one, into a batch; torch's
+                ``default_collate`` by default. All records must have the same shape.
+            workers: number of processes that read records.
+
+        Raises:
+            InputError: the dataset has no length, another number of records than n, or one several
+                times, as a ``Subset`` or ``ConcatDataset`` may have it, or one cannot be used; or
+                it is asked for a batch after another call. Copies are not found in other datasets
+                that read a dataset.
+            ModelError: see :class:`PrivateStep`.
+        """
+        _check_size(size := size_of(dataset), self._sampling)
+        check_copies(dataset)
+        records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
+        row = first_row(records)
+        check_reread(records, size)
+        structure = self._structure or Structure.of(row).to(device_of(self._model))
+        if self._step is None:
+            self._prepare(structure)
+        with self._one_at_a_time:
+            self._leave_epoch()
+            self._loaders += 1
+            self._drawn = None
+        return self._drawn_from(records, structure, workers, self._loaders)
+
+    def _leave_epoch(self) -> None:
+        """Begin another epoch, and count the steps that are left out of the one that was begun."""
+        event, step = self._plan.event, self._step
+        if step is None or not event.sampling.once_an_epoch:
+            return
+        account = self._account
+        rest = -(self.taken - account.base + self._left_out) % event.steps_per_epoch
+        rest = min(rest, account.remaining)
+        account.begin(account.steps(rest))
+        self._left_out += rest
+        step.steps = len(self)
+
+    def _drawn_from(
+        self, records: OneByOne, structure: Structure, workers: int, number: int
+    ) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps, until a loader of a higher number is there."""
+        secure, remaining = self._plan.settings.secure, range(self.taken + 1, len(self) + 1)
+        base = self._account.base - self._left_out  # steps that are left out count in an epoch
+        sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=base)
+        for drawn in batches(records, sampler, structure, remaining, workers):
+            if number != self._loaders:
+                raise InputError(REPLACED)
+            self._drawn = drawn
+            yield drawn.batch
+
+    def __call__(self, batch: Batch) -> int:
+        """Clip, add noise and update the weights; return the step number.
+
+        Args:
+            batch: a batch of :meth:`loader`, unchanged.
+
+        Raises:
+            BudgetError: all steps that the privacy budget covers have begun.
+            DivergedError: a weight is no longer finite; checked once per epoch.
+            InputError: the batch is not the one that was drawn for this step.
+            ModelError: the network is no longer the one that was validated, or cannot be clipped
+                on these records.
+            RunError: memory ran out with a single record, or the device failed.
+        """
+        with self._one_at_a_time:
+            self._check_budget()
+            drawn, step = self._drawn, self._step
+            if drawn is None or step is None or not drawn.is_of(self.taken + 1, batch):
+                raise InputError(NOT_DRAWN)
+            with self._sums.given(drawn.records, drawn.rows):
+                number = step.take()
+            self._drawn = None
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the training after its last step, for ``torch.save``.
+
+        It was computed after noise, and no key is in it: to show it costs no more than epsilon.
+        Frozen parameters and buffers are not included.
+
+        Raises InputError if no step was taken yet.
+        """
+        if self._step is None or self._structure is None:
+            raise InputError("There is no state before the first step. Save it after a step.")
+        state = self._step.state
+        return {
+            "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
+            "numbers": state.numbers(),
+            "trainings": [asdict(each) for each in (*self._account.earlier, self._account.alone())],
+            "structure": map_rows(Tensor.cpu, self._structure.template),
+            "public": self._structure.keep,
+            "lr": self.lr,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, taken: int) -> None:
+        """Continue a training with new noise and batches.
+
+        Epsilon then counts all steps that were ``taken`` before, kept in the state or not, and
+        those to come. A training for an ``epsilon`` ends earlier by the steps that were lost.
+        Settings may differ from those of the saved training, except for the optimizer.
+
+        Args:
+            saved: a state of :meth:`state_dict`.
+            taken: number of steps that the saved training took in all, also after it was saved:
+                its ``event.steps``, which counts those that failed or were left out of an epoch,
+                too. If they were not counted, an upper bound.
+
+        Raises:
+            InputError: ``saved`` is no such state, this training has begun, or ``taken`` is not
+                possible.
+            ModelError: the network has other parameters.
+        """
+        if self._account.count or self._account.earlier:
+            raise InputError(
+                "A state is loaded into a new PrivateStep on a network that was not trained "
+                "before. Create both again."
+            )
+        _check_state(saved)
+        *earlier, last = map(ACCOUNT.validate_python, saved["trainings"])
+        if not last.count <= taken <= last.event.steps:
+            raise InputError(
+                f"taken is {taken}, but the state holds {last.count} of {last.event.steps} steps. "
+                "Set it to the number of steps that were taken, also after the state was saved."
+            )
+        accounts = (*earlier, replace(last, begun=last.base + taken))
+        check_composable(accounts, RECORD_UNIT)
+        plan, step, steps = self._plan, saved["numbers"]["step"], self._account.end
+        self._account = Account(
+            event=plan.event.first(max(0, steps - step)),
+            base=step,
+            begun=step,
+            earlier=accounts,
+            target=plan.settings.epsilon,
+            **account_facts(plan, RECORD_UNIT),
+        )
+        try:
+            self._account.shorten()
+        except BudgetError:
+            self._account.event = plan.event.first(0)
+        self.lr = saved["lr"]
+        self._keys = make_keys(None, base=step)
+        self._loaders += 1  # those created before have other keys
+        structure = Structure(saved["structure"], saved["public"])
+        made = self._prepare(structure.to(device_of(self._model)))
+        for account in accounts:
+            attach(self._model, account)
+        made.state.restore(saved["tensors"], saved["numbers"])
+
+    def _prepare(self, structure: Structure) -> Step:
+        """Validate the network and the loss on a structure, and build what takes the steps."""
+        self.check_process()
+        self._account.check_counted(carried_by(self._model, (self._loss, self._weigh)))
+        plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
+        self._held = parts_held_by(objective, self._weigh)
+        if self._weigh is not None and structure.keep:
+            self._weigh.check_example(structure.template, NOTHING)
+        structure = fitted(objective, structure)
+        check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
+        rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
+        with full_float32():
+            draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
+            sums = BatchSum(objective, structure, draws, rows, batch, self._weigh)
+            self._step = Step(
+                sums,
+                plan=plan,
+                steps=self._account.end,
+                mechanism=mechanism_of(plan),
+                sampler=sums,
+                noise=Noise(keys.noise, secure=plan.settings.secure),
+                account=self._account,
+            )
+        attach(objective, self._account)  # a loss may have parameters, too
+        self._structure, self._sums = structure, sums
+        frozen = any(not p.requires_grad for p in objective.parameters())
+        modes = notes_on_modes(objective)
+        parts = [trained_parts(objective, sums.size)] * frozen
+        self._notes = (*self._notes, *parts, *modes, *sums.notes)
+        return self._step
+
+
+#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
+BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
+
+
+def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
+    """Return facts of records that a program supplies, of which their number alone matters."""
+    defaults = Defaults(model, sampling.batch_size, physical_batch=RECORDS_AT_A_TIME)
+    return DataFacts(
+        name=BATCHES,
+        train_size=sampling.n,
+        test_size=0,
+        shape=(1, 1, 1),
+        task=Classification(("0", "1")),  # no setting of a step depends on it
+        mean=(),
+        std=(),
+        defaults=defaults,
+        about="",
+    )
+
+
+def _check_arguments(
+    model: object, loss: object, sampling: object, keywords: Mapping[str, Any]
+) -> None:
+    """Raise InputError with every argument that cannot be used; ModelError without a network."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
+            "instance, such as torch.nn.Linear(64, 10)."
+        )
+    errors = []
+    if not callable(loss):
+        errors.append(
+            f"loss must be a function loss(model, batch) that returns one loss per record, not a "
+            f"{type(loss).__name__}."
+        )
+    if not isinstance(sampling, BatchSampling):
+        errors.append(
+            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256) "
+            f"or RandomAllocation(...), not {sampling!r}."
+        )
+    errors += [NO_SEED] * (keywords.get("seed") is not None)
+    errors += [
+        f"PrivateStep has no setting '{name}'. It has {', '.join(SETTINGS_OF_STEP)}."
+        for name in keywords
+        if name not in (*SETTINGS_OF_STEP, "seed")
+    ]
+    raise_errors(errors)
+
+
+def _checked_example(example: Batch, device: torch.device) -> Batch:
+    """Return a public example batch on the device. Raises InputError."""
+    check_rows(example, None)
+    if samples_in(example) == 0:
+        raise InputError("example must have at least one row.")
+    return map_rows(lambda t: t.to(device), example)
+
+
+def _check_size(size: int, sampling: BatchSampling) -> None:
+    """Raise InputError for a dataset of another number of records than n."""
+    if size != sampling.n:
+        raise InputError(
+            f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
+            f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
+        )
+
+
+def _check_state(given: object) -> None:
+    """Raise InputError for what is not a state of :class:`.PrivateStep`."""
+    if missing := sorted(SAVED - (given.keys() if isinstance(given, Mapping) else set())):
+        raise InputError(
+            f"This is not a state of PrivateStep: it has no {', '.join(missing)}. Pass what "
+            "step.state_dict() returned, or what torch.load read of it. The state_dict of a "
+            "network goes to network.load_state_dict(...), which does not know what its training "
+            "cost."
+        )
