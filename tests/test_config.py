@@ -487,7 +487,7 @@ def test_the_default_of_delta_is_below_1_over_n_for_many_records() -> None:
 
 
 @pytest.mark.promise("target")
-def test_the_target_of_a_step_covers_what_was_done_before() -> None:
+def test_the_target_of_a_run_covers_what_was_done_before() -> None:
     before = (TrainingEvent(0.1, 2.0, 40),)
     given = {"dataset": "digits", "model": "linear", "batch_size": 100, "delta": 1e-5}
     plan = resolve(given, epsilon=8.0, steps=50, earlier=before).plan

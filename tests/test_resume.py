@@ -146,6 +146,26 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.promise("resume")
+@pytest.mark.parametrize("out", ["run", "longer"])
+def test_a_resumed_run_has_the_noise_that_it_began_with(
+    out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never calibrated again: another version of an accountant may find other noise."""
+    plan = start(out="run", model="linear", epsilon=5.0, steps=36, batch_size=1437, seed=None)
+    sigma = plan.event.noise_multiplier
+    finish(run.train(plan, after(2)))
+    asked = Path("run", folder.CONFIG).read_text()
+    assert "epsilon: 5.0\n" in asked
+    assert f"# Noise multiplier sigma: {sigma!r}\n" in asked
+    monkeypatch.setattr("dpmac_cli.config.plan.calibrate_noise", lambda *_, **__: 100.0)
+    last = finish(run.resume(Path("run"), {} if out == "run" else {"out": out, "steps": "40"}))
+    events = last.report["privacy"]["events"]
+    assert [event["noise_multiplier"] for event in events] == [sigma, sigma]
+    kept = Path(out, folder.CONFIG).read_text()
+    assert kept == asked if out == "run" else f"sigma: {sigma!r}\n" in kept
+
+
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize("most", ["", "5"])
 def test_a_resumed_run_names_the_budget_that_ends_it(
     most: str, monkeypatch: pytest.MonkeyPatch
@@ -369,7 +389,7 @@ def alter(ledger: Path) -> None:
 
 
 def age(saved: Path) -> None:
-    saved.write_bytes(saved.read_bytes().replace(b'"version\\": 8', b'"version\\": 7'))
+    saved.write_bytes(saved.read_bytes().replace(b'"version\\": 9', b'"version\\": 8'))
 
 
 REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
@@ -401,7 +421,7 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
     ("here", lambda: None, {}, r"finished: it took 21 of 21 steps.*--resume run --out NEW"),
     ("elsewhere", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
     ("elsewhere", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
-    ("here", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 7.* reads 8\)"),
+    ("here", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 8.* reads 9\)"),
     ("elsewhere", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),
     ("elsewhere", lambda: alter(LEDGER), {"steps": "30"}, "spent.json is missing or damaged"),
     ("here", lambda: damage(LEDGER), {}, "spent.json is missing or damaged"),

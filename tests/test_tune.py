@@ -484,11 +484,12 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     """A space whose trials have a noise that is cheap to price."""
     shared: dict[str, Any] = {**GIVEN, "cover_scores": True}
     plan = resolve(shared).plan
+    space = tuple(dimension.text for dimension in dimensions)
     return SearchSpace(
         given=shared,
         facts=plan.facts,
         dimensions=dimensions,
-        search=Search(trials or trials_of(3), (events_of_trial(plan),)),
+        search=Search(trials or trials_of(3), (events_of_trial(plan),), space),
         plans=(plan,),
         out=Path("out"),
     )

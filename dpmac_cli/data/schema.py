@@ -1,7 +1,7 @@
 """Your own dataset: how to read it, its facts, and messages about its faults. Loads nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,7 +137,8 @@ class DataFacts(Dataset):
     """
 
     name: str  # without the folders above it
-    source: Source | None = None  # your own dataset and how to read it; None for a registered one
+    # Your own dataset and how to read it; None for a registered one.
+    source: Source | None = field(default=None, compare=False)
     held_out: bool = False  # the test records were split off from the private ones
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
@@ -176,7 +177,8 @@ class DataFacts(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the facts without the records."""
-        return {**vars(self), "records": ()}
+        source = None if self.source is None else replace(self.source, in_memory=None)
+        return {**vars(self), "source": source, "records": ()}
 
 
 def listed(parts: Sequence[str]) -> str:
