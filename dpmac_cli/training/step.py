@@ -58,7 +58,7 @@ class Step(Unshared):
         sampler: draws the records, or units, of each step, or names those of a batch that a loader
             drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
-        account: counts the steps that use records, before they begin.
+        account: counts the steps that use records, before they begin, at the first rank.
         hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
@@ -123,7 +123,8 @@ class Step(Unshared):
         longer the one that was validated.
         """
         self.sums.check()
-        self.account.begin(self.account.steps(1))  # before any record is read
+        if self._ranks.leads:  # the first rank counts for all, before any record is read
+            self.account.begin(self.account.steps(1))
         with full_float32(self.sums.arithmetic):
             batch = self._draw()
             clipped = self._clip_and_sum(batch)

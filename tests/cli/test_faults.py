@@ -42,15 +42,15 @@ def failed(result: Result, code: int, *said: str) -> str:
 
 
 def at_step(step: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have something happen before a step."""
-    take = Trainer.step
+    """Have something happen when a step has begun, before its records are drawn."""
+    draw = Trainer._draw
 
-    def taken(trainer: Trainer) -> None:
+    def drawn(trainer: Trainer) -> Any:
         if trainer.state.step == step - 1:
             do()
-        take(trainer)
+        return draw(trainer)
 
-    monkeypatch.setattr(Trainer, "step", taken)
+    monkeypatch.setattr(Trainer, "_draw", drawn)
 
 
 def counted(run: str) -> list[int]:
