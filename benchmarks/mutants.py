@@ -45,7 +45,7 @@ LIMIT = 1800
 LIBRARIES = (
     *("pytest", "numpy", "scipy.stats", "sklearn.datasets", "torch", "torchvision", "torch.func"),
     *("dp_accounting.pld.pld_privacy_accountant", "dp_accounting.rdp.rdp_privacy_accountant"),
-    *("safetensors.torch", "typer.testing", "matplotlib.pyplot", "rich.live"),
+    *("safetensors.torch", "click.testing", "matplotlib.pyplot", "rich.live"),
 )
 FORKS = multiprocessing.get_context("fork")
 #: Markers of the tests to run, one after the other, until one fails.

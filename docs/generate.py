@@ -15,14 +15,25 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+from pydantic.fields import FieldInfo
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
 from dpmac_cli.cli.app import load_command
+from dpmac_cli.cli.options import group_of
 from dpmac_cli.config.defaults import EPSILON, completed
-from dpmac_cli.config.flags import Option, flag_name
+from dpmac_cli.config.flags import (
+    OneOf,
+    choices_of,
+    default_of,
+    flag_name,
+    help_of,
+    is_switch,
+    kind_of,
+    parts,
+)
 from dpmac_cli.config.plan import NOT_RECORDED
-from dpmac_cli.config.settings import EXCLUSIVE, NOT_BOTH, SETTINGS, Settings
+from dpmac_cli.config.settings import EXCLUSIVE, GROUPS, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source, dataset_of
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
@@ -32,6 +43,8 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import NETWORK
 
+#: Limits of a number in words, by their names in ``Field``.
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 #: What a value may be, in words.
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 DOCS = Path(__file__).parent
@@ -178,22 +191,22 @@ OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "p
 
 def configuration() -> str:
     """Return the page of the settings."""
-    parts = [INTRODUCTION]
-    for panel in dict.fromkeys(setting.group for setting in SETTINGS.values()):
+    page = [INTRODUCTION]
+    for group in dict.fromkeys(GROUPS.values()):
         rows = [
-            (f"`--{flag_name(name)}`", what(setting), default(setting), about(setting))
-            for name, setting in SETTINGS.items()
-            if setting.group == panel
+            (f"`--{flag_name(name)}`", what(field), default(field), about(name, field))
+            for name, field in SETTINGS.items()
+            if GROUPS[name] == group
         ]
-        parts += [f"## {panel}\n", table(("setting", "value", "default", "description"), rows)]
-    parts += ["## By data set\n", PAPERS, by_data_set(), samples_at_a_time()]
-    parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
-    parts += ["## The best recipe\n", by_best()]
-    parts += ["## What does not go together\n", exclusions()]
+        page += [f"## {group}\n", table(("setting", "value", "default", "description"), rows)]
+    page += ["## By data set\n", PAPERS, by_data_set(), samples_at_a_time()]
+    page += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
+    page += ["## The best recipe\n", by_best()]
+    page += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
         named = [(f"`{name}`", said) for name, said in known.items()]
-        parts += [f"## {title}\n", ABOUT.get(title, ""), table(("name", "description"), named)]
-    return "\n".join(parts)
+        page += [f"## {title}\n", ABOUT.get(title, ""), table(("name", "description"), named)]
+    return "\n".join(page)
 
 
 def commands() -> str:
@@ -206,9 +219,9 @@ def commands() -> str:
         shared = len(settings) > len(SETTINGS) // 2
         own = [param for param in command.params if not (shared and param.name in SETTINGS)]
         options = [param for param in own if param.param_type_name == "option"]
-        for panel in dict.fromkeys(param.rich_help_panel for param in options):
-            rows = [option(param) for param in options if param.rich_help_panel == panel]
-            parts.append(table((panel, "value", "default", "description"), rows))
+        for group in dict.fromkeys(map(group_of, options)):
+            rows = [option(param) for param in options if group_of(param) == group]
+            parts.append(table((group, "value", "default", "description"), rows))
         if shared:
             left = [f"`--{flag_name(setting)}`" for setting in SETTINGS if setting not in settings]
             but = f", except {', '.join(left)}" if left else ""
@@ -328,31 +341,38 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
-def what(setting: Option) -> str:
+def what(field: FieldInfo) -> str:
     """Return what a setting may be."""
-    if setting.switch:
+    if is_switch(field):
         return "switch"
-    if setting.choice:
-        more = f"; or {setting.choice.besides[1]}" if setting.choice.besides else ""
-        return ", ".join(f"`{choice}`" for choice in setting.choices) + more
-    if setting.pattern:
-        return setting.pattern.description
-    kind = KINDS[setting.kind]
-    told = setting.bounds and not ENDLESS.search(setting.bounds)
-    return f"{kind}, {setting.bounds}" if told else kind
+    choices = choices_of(field)
+    if choices.known:
+        return OneOf([f"`{name}`" for name in choices.names], choices.besides).known
+    kind = KINDS[kind_of(field)]
+    told = bounds(field)
+    return f"{kind}, {told}" if told and not ENDLESS.search(told) else kind
 
 
-def default(setting: Option) -> str:
+def bounds(field: FieldInfo) -> str:
+    """Return the limits of a number in words: "above 0 and below 1"."""
+    limits = {n: getattr(part, n) for part in parts(field) for n in LIMITS if hasattr(part, n)}
+    return " and ".join(
+        f"{LIMITS[name]} {limit:{',' if isinstance(limit, int) else 'g'}}"
+        for name, limit in limits.items()
+    )
+
+
+def default(field: FieldInfo) -> str:
     """Return the default of a setting."""
-    if setting.switch:
+    if is_switch(field):
         return "off"
-    literal = setting.otherwise == str(setting.default)
-    return f"`{setting.default}`" if literal else setting.otherwise or "none"
+    words = default_of(field)
+    return f"`{words}`" if words == str(field.default) else words or "none"
 
 
-def about(setting: Option) -> str:
+def about(name: str, field: FieldInfo) -> str:
     """Return the help of a setting."""
-    return setting.help + (" Not kept in `config.yaml`." if setting.name in NOT_RECORDED else "")
+    return help_of(field) + (" Not kept in `config.yaml`." if name in NOT_RECORDED else "")
 
 
 def by_data_set() -> str:

@@ -23,7 +23,7 @@ def main() -> None:
     from dpmac_cli.cli.app import app  # noqa: PLC0415  (after the signals)
 
     try:
-        app()
+        app(prog_name="dpmac")
     finally:  # all output is written: a late signal must not change the exit code
         for number in ASKS_TO_STOP:
             signal.signal(number, signal.SIG_IGN)

@@ -4,47 +4,26 @@ import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import ClassVar
 
 BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
-#: Whether a command runs, whose messages name settings as flags. Those of a program name keywords.
-_IN_COMMAND: ContextVar[bool] = ContextVar("_IN_COMMAND", default=False)
-#: A command to type, up to the end of its sentence or of the brackets that it is in.
-_COMMAND = r"\b(?:dpmac|pip|scancel|sbatch) [a-z-].*?(?=[.;:)](?:\s|$)|$)"
-#: A flag, and the space before a value that is a number, in quotes, or a placeholder such as MORE.
-_FLAG = r"(?<![\w-])--([a-z][a-z0-9-]*)( (?=[\d'\"]|[A-Z]+\b))?"
+#: A setting in a message: ``{batch_size}``, or before a value ``{batch_size=}128``.
+_SETTING = re.compile(r"\{([a-z]\w*)(=?)\}")
 #: Text without a space that is too long to read, of which a message shows the beginning.
 _ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
 
-@contextmanager
-def named_as_flags() -> Iterator[None]:
-    """Name settings in messages as flags (``--batch-size``), for a command that was typed."""
-    token = _IN_COMMAND.set(True)
-    try:
-        yield
-    finally:
-        _IN_COMMAND.reset(token)
+def as_flags(message: str) -> str:
+    """Return a message for a person who types commands, with ``--batch-size 128``."""
+    return _SETTING.sub(
+        lambda found: f"--{found[1].replace('_', '-')}{' ' * len(found[2])}", message
+    )
 
 
-def named(text: str) -> str:
-    """Return a message that names settings as its reader gives them.
-
-    Messages are written with flags. In a Python program, they become keywords: ``batch_size``
-    instead of ``--batch-size``, except in commands to type.
-    """
-    if _IN_COMMAND.get():
-        return text
-    pieces = re.split(f"({_COMMAND})", text)
-    pieces[::2] = [re.sub(_FLAG, _as_keyword, piece) for piece in pieces[::2]]
-    return "".join(pieces)
-
-
-def as_typed(in_command: str, in_program: str) -> str:
-    """Return the text for the person who typed a command, or for the author of a program."""
-    return in_command if _IN_COMMAND.get() else in_program
+def as_keywords(message: str) -> str:
+    """Return a message for the author of a program, with ``batch_size=128``."""
+    return _SETTING.sub(r"\1\2", message)
 
 
 def counted(number: int, what: str) -> str:
@@ -53,23 +32,20 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{ending * (number != 1)}"
 
 
-def _as_keyword(flag: re.Match[str]) -> str:
-    return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
-
-
 class DpmacError(Exception):
     """Base class of errors with messages for the user, each a full sentence with a remedy.
 
     Args:
-        errors: messages, in which settings are flags: see :func:`named`.
+        errors: messages, in which settings are in braces: see :func:`as_flags`. As a text, the
+            error has them as keywords.
     """
 
     exit_code: ClassVar[int] = BUG
 
     def __init__(self, errors: str | Sequence[str]) -> None:
         given = (errors,) if isinstance(errors, str) else errors
-        self.errors: tuple[str, ...] = tuple(named(_ENDLESS.sub(r"\1...", text)) for text in given)
-        super().__init__("\n".join(self.errors))
+        self.errors: tuple[str, ...] = tuple(_ENDLESS.sub(r"\1...", text) for text in given)
+        super().__init__("\n".join(map(as_keywords, self.errors)))
 
 
 class InputError(DpmacError):
@@ -109,7 +85,7 @@ class DivergedError(RunError):
         self.step = step
         super().__init__(
             f"Training diverged: after step {step} the parameters are no longer finite. Use a "
-            "smaller --lr."
+            "smaller {lr}."
         )
 
 

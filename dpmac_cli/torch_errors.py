@@ -123,9 +123,11 @@ def torch_failures_explained() -> Iterator[None]:
     except (RuntimeError, MemoryError) as failure:
         why = (str(failure) or type(failure).__name__).splitlines()[0]
         if out_of_memory(failure):
-            said = f"Memory ran out ({why}). Free some memory, or use a smaller --model or another"
+            said = (
+                f"Memory ran out ({why}). Free some memory, or use a smaller {{model}} or another"
+            )
         elif device_lost(failure):
             said = f"The device failed ({why}). Check whether it still works, or use another"
         else:
             raise
-        raise RunError(f"{said} --device.") from failure
+        raise RunError(f"{said} {{device}}.") from failure

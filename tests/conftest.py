@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from dpmac_cli import errors
 from dpmac_cli.config import plan
 from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
-from dpmac_cli.errors import named_as_flags
+from dpmac_cli.errors import as_flags
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.optim import OPTIMIZERS
@@ -91,10 +92,9 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture(autouse=True)
-def _messages_of_a_command() -> Iterator[None]:
+def _messages_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are read as a command shows them; test_library.py reads those of a program."""
-    with named_as_flags():
-        yield
+    monkeypatch.setattr(errors, "as_keywords", as_flags)
 
 
 @pytest.fixture(autouse=True)

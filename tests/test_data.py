@@ -72,7 +72,7 @@ def test_a_single_changed_value_is_noticed(
 def test_missing_files_without_a_network_are_one_message(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         load_data("mnist", tmp_path, CPU, download=True)
-    (message,) = caught.value.errors
+    (message,) = str(caught.value).splitlines()
     assert message.startswith(
         f"The dataset mnist is not in {tmp_path / 'MNIST' / 'raw'} and could not be downloaded "
         f"(Temporary failure in name resolution). Put there: {', '.join(RAW_FILES)}; "

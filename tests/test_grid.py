@@ -21,8 +21,9 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.compare import planned_runs
+from dpmac_cli.config.flags import choices_of
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, as_flags
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import resume, train
 from dpmac_cli.studies import local, results
@@ -52,7 +53,7 @@ def grid(**flags: Any) -> Grid:
 def faults(**flags: Any) -> tuple[str, ...]:
     with pytest.raises(InputError) as caught:
         grid(**flags)
-    return caught.value.errors
+    return tuple(map(as_flags, caught.value.errors))
 
 
 def test_every_combination_is_run_with_every_seed() -> None:
@@ -72,11 +73,10 @@ def test_every_combination_is_run_with_every_seed() -> None:
 
 
 def test_a_text_with_commas_is_one_value() -> None:
-    for name, option in SETTINGS.items():
-        description = "" if option.pattern is None else option.pattern.description
-        if example := re.search(r"such as (\S+,\S+)$", description):
-            assert listed_values(example[1], option) == [example[1]], name
-    assert listed_values("0.1,0.2", SETTINGS["lr"]) == ["0.1", "0.2"]
+    for name, field in SETTINGS.items():
+        if example := re.search(r"such as (\S+,\S+)$", choices_of(field).known):
+            assert listed_values(name, example[1]) == [example[1]], name
+    assert listed_values("lr", "0.1,0.2") == ["0.1", "0.2"]
 
 
 def test_a_setting_without_effect_is_no_second_run() -> None:

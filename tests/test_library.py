@@ -27,7 +27,7 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.errors import named, named_as_flags
+from dpmac_cli.errors import as_flags, as_keywords
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.models.loaders import load_data
 from tests.digits_runs import digits_config, run_trainer
@@ -65,24 +65,18 @@ def _messages_of_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "shown"),
+    ("written", "typed", "called"),
     [
-        ("To train without privacy use --no-dp.", "To train without privacy use no_dp."),
-        ("Add --unit 'id([0-9]+)' or --steps N.", "Add unit='id([0-9]+)' or steps=N."),
-        ("--epochs 5 is 60 steps at --batch-size 8.", "epochs=5 is 60 steps at batch_size=8."),
-        ("--loss mse: no such file: a--b.c", "loss mse: no such file: a--b.c"),
-        *[(text, text) for text in ("Use dpmac train --resume.", "pip install --user x (or not).")],
-        (
-            "x (dpmac train --resume v0.2/a --steps N) --lr",
-            "x (dpmac train --resume v0.2/a --steps N) lr",
-        ),
-        ("Type: dpmac eval a.b --model M. Then --lr.", "Type: dpmac eval a.b --model M. Then lr."),
+        ("Use {no_dp}.", "Use --no-dp.", "Use no_dp."),
+        ("{epochs=}5 is {steps}.", "--epochs 5 is --steps.", "epochs=5 is steps."),
+        ("Type: dpmac eval --json {A} {}.", *["Type: dpmac eval --json {A} {}."] * 2),
     ],
 )
-def test_flags_become_keywords_except_in_commands(written: str, shown: str) -> None:
-    assert named(written) == named(shown) == shown
-    with named_as_flags():
-        assert named(written) == written
+def test_messages_name_settings_as_they_are_given(written: str, typed: str, called: str) -> None:
+    error = InputError(written)
+    assert error.errors == (written,)
+    assert as_flags(written) == typed
+    assert str(error) == as_keywords(written) == called
 
 
 def test_a_misspelt_setting_is_refused() -> None:

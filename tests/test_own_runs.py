@@ -290,7 +290,7 @@ def test_no_settings_file_has_its_network_imported(command: str) -> None:
     more = ("--optimizers", "dp-adam", "--seeds", "1") if command == "compare" else ()
     for plan in ((), ("--dry-run",)) if more else ((),):
         said = refused(command, "--config", "mine.yaml", "--out", "out", *more, *plan)
-        assert "mine.yaml: --model net_own.py:make is code, which" in said
+        assert "mine.yaml, line 4: model net_own.py:make is code, which" in said
         assert "add --model net_own.py:make to the command line" in said
     assert not Path("executed").exists()
     Path("net_own.py").write_text(RECURRENT)

@@ -16,6 +16,7 @@ from dpmac_cli.config.checks import private_notes
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
+from dpmac_cli.errors import as_keywords
 from dpmac_cli.runs import folder
 from tests.secret_search import published
 from tests.typed import dpmac
@@ -113,7 +114,7 @@ def test_a_program_reads_private_notes_apart_from_others(here: Path) -> None:
         assert not [note for note in holder.notes if "height" in note or "records" in note]
         assert "Nrod of ward" not in repr(holder)
         assert "records" not in " ".join(holder.notes)
-    assert resolved.private_notes == private_notes(resolved.plan)
+    assert resolved.private_notes == tuple(map(as_keywords, private_notes(resolved.plan)))
     assert "of 799" not in repr(resolved)
     sampling = Poisson(n=60, batch_size=6)
     step = PrivateStep(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
@@ -24,6 +24,7 @@ from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import as_flags
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.publish import Finished
@@ -39,7 +40,7 @@ TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"
 def chosen(**flags: Any) -> tuple[Settings, str]:
     """Return all settings of a named dataset, and what the recipe says about them."""
     given, facts = Settings.model_validate(flags), DATASETS[flags.get("dataset", "mnist")]
-    return completed(given, facts), " ".join(recipe_notes(given, facts))
+    return completed(given, facts), as_flags(" ".join(recipe_notes(given, facts)))
 
 
 @pytest.mark.parametrize("name", DATASETS)

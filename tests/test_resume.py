@@ -419,7 +419,12 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
         "is the run to resume. Leave --out out",
     ),
     ("here", lambda: None, {}, r"finished: it took 21 of 21 steps.*--resume run --out NEW"),
-    ("elsewhere", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
+    (
+        "elsewhere",
+        CHECKPOINT.unlink,
+        {"steps": "30"},
+        "no checkpoint.*--force and --out run",
+    ),
     ("elsewhere", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
     ("here", lambda: age(CHECKPOINT), {}, r"another version of dpmac \(format 8.* reads 9\)"),
     ("elsewhere", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),

@@ -635,12 +635,12 @@ def test_no_advice_names_a_flag_that_a_search_does_not_have(trained: Trainer) ->
     said = list[str]()
     with pytest.raises(InputError) as failure:
         plan_search({"dataset": "digits", "model": "linear", "metric": "auroc"})
-    said += failure.value.errors
+    said += str(failure.value).splitlines()
     finish(carry_out_search(space()))
     (OUT / folder.CONFIG).write_text(HEADER)
     with pytest.raises(InputError) as failure:
         finish(carry_out_search(space()))
-    said += failure.value.errors
+    said += str(failure.value).splitlines()
     assert [" or dpmac train without --cover-scores" in text for text in said] == [True, False]
     assert "Use accuracy, or" in said[0]
     assert "already contains a run. Use another folder." in said[1]

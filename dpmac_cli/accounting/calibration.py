@@ -127,9 +127,9 @@ def affordable_steps(
     count = _last_within(cost, budget, 0, event.steps + 1, event.steps, power=0.5)
     if count == 0 < event.steps:
         raise BudgetError(
-            f"--max-epsilon {budget:g} allows no further step: with the next one the run costs "
-            f"{format_epsilon(cost(1))} at sigma {event.noise_multiplier:g}. Raise --sigma or "
-            "--max-epsilon."
+            f"{{max_epsilon=}}{budget:g} allows no further step: with the next one the run costs "
+            f"{format_epsilon(cost(1))} at sigma {event.noise_multiplier:g}. Raise {{sigma}} or "
+            "{max_epsilon}."
         )
     return count
 

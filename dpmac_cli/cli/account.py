@@ -21,10 +21,10 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import argument, faults_of_file, with_options
+from dpmac_cli.cli.options import Argument, command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed, recipe_notes
-from dpmac_cli.config.flags import Choice, Several, SomePath, flag_name, is_given, options, valid
+from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, valid
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import (
     DELTA,
@@ -54,9 +54,9 @@ class Question(Priced, frozen=True):
         InputError: lists every invalid value and contradiction.
     """
 
-    dataset: Annotated[str, Choice(tuple(DATASETS))] = "mnist"
+    dataset: Annotated[str, OneOf(DATASETS)] = "mnist"
     """Dataset to train on; for your own data use --dataset-size."""
-    recipe: Annotated[str, Choice((PAPER, BEST))] = LATER
+    recipe: Annotated[str, OneOf((PAPER, BEST))] = LATER
     """Values of sizes that are not given: of the run in the paper, or of the best run. [default:
     paper with --sigma, best otherwise]"""
     dataset_size: Count | None = None
@@ -69,7 +69,7 @@ class Question(Priced, frozen=True):
     """Noise multiplier."""
     epsilon: Several[Positive] | None = None
     """Target epsilon: solve for a setting that meets it."""
-    accountant: Annotated[str, Choice(tuple(USED))] = DEFAULT_ACCOUNTANT
+    accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
     exclusive = (("epochs", "steps"), ("dataset", "dataset_size"))
 
@@ -138,7 +138,7 @@ def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
             try:
                 event = _solved(event, question, target or 0.0, accountant)
             except BudgetError as failure:
-                beyond[str(failure)] = None
+                beyond |= dict.fromkeys(failure.errors)
                 continue
             row = price((event,), question.delta, accountant)
             rows.append(replace(row, dataset_size=size, batch_size=batch, solved=question.solve))
@@ -193,9 +193,9 @@ class AccountFlags(Question, frozen=True):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 
 
-@with_options(
-    argument("run", "Run folder or report to recompute epsilon for.", required=False),
-    options(AccountFlags),
+@command(
+    Argument("run", "Run folder or report to recompute epsilon for.", required=False),
+    AccountFlags.model_fields,
 )
 def account(run: Path | None, **given: Any) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
@@ -217,7 +217,7 @@ def account(run: Path | None, **given: Any) -> None:
     errors = list[str]()
     if run is not None:
         errors += (
-            f"--{flag_name(name)} contradicts {run}, which has all facts of the run. Leave it out."
+            f"{{{name}}} contradicts {run}, which has all facts of the run. Leave it out."
             for name, value in given.items()
             if name in Question.model_fields and name not in BESIDE_A_RUN and is_given(value)
         )

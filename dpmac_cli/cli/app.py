@@ -2,13 +2,11 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import plain_switches
 
 #: Commands that have a module of their name. The others are in ``reading``.
 OWN = ("train", "account", "compare", "tune", "runs")
@@ -40,57 +38,35 @@ COMMANDS: Mapping[str, str] = {
 }
 
 
-def load_command(name: str) -> TyperCommand:
+def load_command(name: str) -> click.Command:
     """Import a command."""
-    from dpmac_cli.cli.options import command_of  # noqa: PLC0415  (help need not wait for it)
-
     other = "scored" if name in ("eval", "predict") else "reading"
     module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")
-    return command_of(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
+    found: click.Command = getattr(module, {"eval": "evaluate"}.get(name, name))
+    return found
 
 
-class Commands(TyperGroup):
+class Commands(click.Group):
     """The commands, by their summaries until one of them is called."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.commands = {
-            name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
-        }
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their whole summaries."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the global options."""
-        return plain_switches(super().get_params(ctx))
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the name, the command and the arguments that are left; import the command."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and command is not None:
-            command = load_command(name)
-        return name, command, rest
+        return name, command and load_command(command.name or ""), rest
 
 
-app = typer.Typer(
-    name="dpmac",
+@click.group(
+    "dpmac",
     cls=Commands,
-    help="Train models under differential privacy, and compute privacy guarantees.",
+    commands=[click.Command(name, help=summary) for name, summary in COMMANDS.items()],
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    help="Train models under differential privacy, and compute privacy guarantees.",
 )
-
-
-def _version(value: bool) -> None:
-    if value:
-        print(f"dpmac {__version__}")  # noqa: T201
-        raise typer.Exit
-
-
-@app.callback()
-def callback(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+@click.version_option(__version__, message="dpmac %(version)s")
+def app() -> None:
     """Parse global options."""
-    del version

@@ -2,12 +2,11 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn
@@ -17,9 +16,9 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import stop, stop_request, with_options
+from dpmac_cli.cli.options import command, option, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package, private_notes
-from dpmac_cli.config.flags import Choice, Flags, SomePath, options
+from dpmac_cli.config.flags import Flags, OneOf, SomePath
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
@@ -47,7 +46,7 @@ class CompareFlags(Flags, frozen=True):
     """Maximum number of runs at a time. [default: one per core or GPU]"""
     executor: Annotated[
         str,
-        Choice(("local", "ray")),
+        OneOf(("local", "ray")),
     ] = "local"
     """Executor of the runs. Ray needs --out, the data and the current folder on shared storage."""
     cluster: str | None = None
@@ -62,10 +61,10 @@ class CompareFlags(Flags, frozen=True):
     not_both = MappingProxyType({("dry_run", "json"): "a plan has no table"})
 
 
-@with_options(
-    options(StudyFlags),
+@command(
+    StudyFlags.model_fields,
     CompareFlags,
-    {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
+    *(option(name, field, several=name not in ONE_VALUE) for name, field in STUDIED.items()),
 )
 def compare(flags: CompareFlags, **given: Any) -> None:
     """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -113,7 +112,7 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
-        raise typer.Exit(MISFIT)
+        raise Exit(MISFIT)
 
 
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:

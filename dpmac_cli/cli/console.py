@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from dpmac_cli.errors import InputError, explain_os_error
+from dpmac_cli.errors import InputError, as_flags, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
@@ -153,10 +153,10 @@ def print_result(text: str) -> None:
 
 
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
-    """Print messages on stderr, one per line."""
+    """Print messages on stderr, one per line, with settings as flags."""
     console = _console(Expendable(sys.stderr))
     for error in errors:
-        console.print(Text.assemble((f"{label}: ", style), error))
+        console.print(Text.assemble((f"{label}: ", style), as_flags(error)))
 
 
 def print_notes(notes: Iterable[str]) -> None:

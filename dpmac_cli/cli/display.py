@@ -16,7 +16,14 @@ from dpmac_cli.cli.console import ATTENTION, bar, print_private_notes
 from dpmac_cli.cli.options import stop
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.errors import (
+    INTERRUPTED,
+    DivergedError,
+    InputError,
+    RunError,
+    as_flags,
+    explain_os_error,
+)
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
@@ -175,7 +182,7 @@ def _heading(event: Started) -> Iterator[Text]:
         yield Text(f"{audit}will be unfit for release", "bold red")
     if event.done:
         yield Text(f"continuing after step {event.done}, with new noise", ATTENTION)
-    yield from (Text(f"note: {note}", ATTENTION) for note in event.notes)
+    yield from (Text(f"note: {as_flags(note)}", ATTENTION) for note in event.notes)
     yield Text(f"writing {event.folder}", style="dim")
 
 
@@ -306,7 +313,7 @@ def follow(
     ``asked`` returns whether the user has asked it to stop.
 
     Raises:
-        typer.Exit: it was interrupted immediately; the command to resume it was printed.
+        Exit: it was interrupted immediately; the command to resume it was printed.
         DpmacError: it failed; the message has the reason and the command to resume it.
     """
     where, told = None, False
@@ -329,7 +336,8 @@ def follow(
             raise InputError(f"{explain_os_error(failure)} {_way_on(where)}") from failure
         if isinstance(failure, RunError):
             changes = ["--lr LESS"] if isinstance(failure, DivergedError) else []
-            raise RunError(f"{failure} {_way_on(where, changes)}") from failure
+            way = _way_on(where, changes)
+            raise RunError([f"{error} {way}" for error in failure.errors]) from failure
         stop(f"interrupted immediately. {_way_on(where)}", INTERRUPTED)
     raise AssertionError("a run that neither finished nor failed")
 

@@ -1,69 +1,112 @@
-"""Commands as typer runs them: options from the fields of models, and failures as messages."""
+"""Commands as click runs them: options from fields of models, and failures as messages."""
 
 import functools
-import inspect
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import typer
+import click
+from click.exceptions import Exit
 from pydantic import Field, StrictBool
-from typer.core import TyperCommand
+from pydantic.fields import FieldInfo
 
 from dpmac_cli import errors
-from dpmac_cli.cli import console, plain_switches
-from dpmac_cli.config.flags import Flags, Model, Option, flag_name, options
-from dpmac_cli.config.gone import instead
-from dpmac_cli.config.settings import SETTINGS, Debug, DisplayFlags, PrintJson
+from dpmac_cli.cli import console
+from dpmac_cli.config.flags import (
+    Fields,
+    Flags,
+    Model,
+    choices_of,
+    default_of,
+    flag_name,
+    help_of,
+    is_switch,
+    kind_of,
+    takes_several,
+    unknown,
+)
+from dpmac_cli.config.settings import GROUPS, Debug, DisplayFlags, PrintJson
+
+#: Placeholders of values in the help, by their type.
+PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
-class Command(TyperCommand):
-    """A command that suggests what to type instead of options of other libraries or versions."""
+class Argument(click.Argument):
+    """A positional argument with a help."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options."""
-        return plain_switches(super().get_params(ctx))
+    def __init__(self, name: str, text: str, **given: Any) -> None:
+        super().__init__([name], metavar=name.upper(), type=click.Path(path_type=Path), **given)
+        self.text = text
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for an option that has another name here."""
-        ours = {name for parameter in self.params for name in parameter.opts}
-        known = {name.removeprefix("--").replace("-", "_") for name in ours}
-        for typed in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
-            if typed not in ours and (said := instead(typed[2:], known)):
-                ctx.fail(f"No such option: {typed}.{said.replace('called ', 'called --')}")
-        return super().parse_args(ctx, args)
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Return its name and its help."""
+        return self.make_metavar(ctx), self.text
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options by group, without boxes, which would take most of the time of help."""
-        groups: dict[str, list[Any]] = {}
+
+class Command(click.Command):
+    """A command whose help has its options by group, and which suggests misspelt ones."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments; exit with a usage error for an option that there is not."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as failure:
+            typed = failure.option_name.lstrip("-").replace("-", "_")
+            error = unknown(typed, [parameter.name or "" for parameter in self.params])
+            ctx.fail(errors.as_flags(error).replace(f"'{typed}'", failure.option_name))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the arguments and the options by group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            named = getattr(parameter, "rich_help_panel", None) or "Options"
-            of = "Arguments" if parameter.param_type_name == "argument" else named
-            groups.setdefault(of, []).append(parameter.get_help_record(ctx))
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(group_of(parameter), []).append(record)
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
 
 
-def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
-    """Return the command ``name``, which calls a function and reports its failures."""
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    alone.command(name, cls=Command)(reports_failures(function))
-    built: Any = typer.main.get_command(alone)  # of its only command, so of its class
-    found: TyperCommand = built
-    return found
+def group_of(parameter: click.Parameter) -> str:
+    """Return the group of the help that a parameter is in."""
+    if isinstance(parameter, Argument):
+        return "Arguments"
+    return GROUPS.get(parameter.name or "", "Options")
+
+
+def option(name: str, field: FieldInfo, several: bool = False) -> click.Option:
+    """Return a field as an option.
+
+    Values remain text, because one model validates flags, YAML and keywords.
+    """
+    flag, text, choices = f"--{flag_name(name)}", help_of(field), choices_of(field)
+    if is_switch(field):
+        return click.Option([flag], is_flag=True, help=text)
+    several = several or takes_several(field)
+    named = f" One of {choices.known}." if choices.names else ""
+    otherwise = f" [default: {words}]" if (words := default_of(field)) else ""
+    metavar = "NAME" if choices.names else PLACEHOLDERS[kind_of(field)]
+
+    def complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
+        before, comma, last = typed.rpartition(",") if several else ("", "", typed)
+        return [f"{before}{comma}{choice}" for choice in choices.names if choice.startswith(last)]
+
+    return click.Option(
+        [flag],
+        help=f"{text}{named}{otherwise}",
+        metavar=f"{metavar},..." if several else metavar,
+        shell_complete=complete if choices.names else None,
+    )
 
 
 def stop(why: str, code: int) -> NoReturn:
     """End a stopped command: print the reason and exit with a code."""
     console.print_errors([why], label="stopped")
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
@@ -73,7 +116,6 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
-    @errors.named_as_flags()
     def run(**given: Any) -> None:
         console.prepare_streams()
         shown = take(DisplayFlags, dict(given))
@@ -81,11 +123,11 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
             with console.waiting(shown.quiet):
                 command(**given)
             console.check_kept()
-        except (typer.Exit, typer.Abort):
+        except (Exit, click.Abort):
             raise
         except KeyboardInterrupt:
             console.print_errors(["interrupted."])
-            raise typer.Exit(errors.INTERRUPTED) from None
+            raise Exit(errors.INTERRUPTED) from None
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001  (any bug is one message)
@@ -93,7 +135,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
-            raise typer.Exit(known.exit_code) from None
+            raise Exit(known.exit_code) from None
 
     return run
 
@@ -141,80 +183,38 @@ class JsonFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-#: Placeholders of values in the help, by their type.
-PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
-_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+def command(
+    *given: click.Parameter | type[Flags] | Fields,
+) -> Callable[[Callable[..., None]], Command]:
+    """Return a decorator of a function, which makes it a command of its name.
 
-
-def parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return a parameter that becomes an option.
-
-    Values remain text, because one model validates both flags and YAML.
+    Args:
+        given: arguments; options; models, whose validated flags become the first arguments of the
+            function; and fields of other models, whose options remain text.
     """
-    group = SETTINGS[name].group if name in SETTINGS else option.group
-    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=group)
-    if option.switch:
-        return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
-    text = option.help + (f" One of {option.choice.known}." if option.choice else "")
-    metavar = "NAME" if option.choice else PLACEHOLDERS[option.kind]
-    info = shown(
-        help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
-        show_default=False,
-        metavar=f"{metavar}{',...' * option.several}",
-        autocompletion=_completer(option) if option.choice else None,
-    )
-    return _parameter(name, annotation=Annotated[str | None, info], default=None)
-
-
-def _completer(option: Option) -> Callable[[str], list[str]]:
-    """Return a completer for a choice, or for several comma-separated choices."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = "", "", incomplete
-        if option.several:
-            before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in option.choices if name.startswith(last)]
-
-    return complete
-
-
-def argument(
-    name: str, text: str, *, required: bool = True, several: bool = False
-) -> inspect.Parameter:
-    """Return a parameter that becomes a positional argument of one path, or of several."""
-    shown = typer.Argument(metavar=name.upper(), help=text)
-    one: Any = list[Path] if several else Path
-    kind, default = (one, ...) if required else (one | None, None)
-    return _parameter(name, annotation=Annotated[kind, shown], default=default)
-
-
-def with_options(
-    *parts: inspect.Parameter | type[Flags] | Mapping[Any, Option],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Set the signature of a command to its arguments and options, for typer.
-
-    ``parts`` are arguments, models, whose validated flags become the first arguments of the
-    function, and other :func:`~dpmac_cli.config.flags.options`, which remain text.
-    """
-    parameters = list[inspect.Parameter]()
-    for part in parts:
-        if isinstance(part, inspect.Parameter):
+    parameters, models = list[click.Parameter](), list[type[Flags]]()
+    for part in given:
+        if isinstance(part, click.Parameter):
             parameters.append(part)
-        else:
-            flags = options(part) if isinstance(part, type) else part
-            parameters += (parameter(name, option) for name, option in flags.items())
+            continue
+        if isinstance(part, type):
+            models.append(part)
+        fields = part.model_fields if isinstance(part, type) else part
+        parameters += (option(name, field) for name, field in fields.items())
 
-    def sign(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def call(**given: Any) -> None:
-            flags = [take(part, given) for part in parts if isinstance(part, type)]
-            function(*flags, **given)
+    def made(function: Callable[..., None]) -> Command:
+        def call(**typed: Any) -> None:
+            flags = [take(model, typed) for model in models]
+            function(*flags, **typed)
 
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in parameters}
-        return call
+        return Command(
+            function.__name__,
+            params=parameters,
+            callback=reports_failures(call),
+            help=function.__doc__,
+        )
 
-    return sign
+    return made
 
 
 def take(model: type[Model], given: dict[str, Any]) -> Model:

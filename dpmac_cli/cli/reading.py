@@ -12,13 +12,13 @@ from rich.text import Text
 
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
+    Argument,
     JsonFlags,
     ReplaceFile,
-    argument,
+    command,
     faults_of_file,
-    with_options,
 )
-from dpmac_cli.config.flags import Choice, Flags, Several, SomePath, near
+from dpmac_cli.config.flags import Flags, OneOf, Several, SomePath, near
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.settings import (
     Debug,
@@ -60,7 +60,7 @@ class ReportFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("run", "A run folder."), CardAnswers)
+@command(Argument("run", "A run folder."), CardAnswers)
 def card(answers: CardAnswers, run: Path) -> None:
     """Print the model card of a run as Markdown.
 
@@ -80,7 +80,7 @@ def card(answers: CardAnswers, run: Path) -> None:
     console.print_result(answered_card(run, written))
 
 
-@with_options(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
+@command(Argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
 def report(flags: ReportFlags, path: Path) -> None:
     """Write a web page for a run or a comparison: one self-contained file with figures.
 
@@ -111,7 +111,7 @@ RULES = {
 }
 
 
-@with_options(JsonFlags)
+@command(JsonFlags)
 def recipes(flags: JsonFlags) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
 
@@ -144,7 +144,7 @@ def recipes(flags: JsonFlags) -> None:
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
 
 
-@with_options(JsonFlags)
+@command(JsonFlags)
 def env(flags: JsonFlags) -> None:
     """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
 
@@ -190,7 +190,7 @@ class Columns(Flags, frozen=True):
     """Columns of texts, such as notes, separated by commas."""
     encoding: Annotated[
         str,
-        Choice((UTF8, "cp1252"), (is_encoding, "another encoding that Python knows")),
+        OneOf((UTF8, "cp1252"), (is_encoding, "another encoding that Python knows")),
     ] = UTF8
     """Encoding of a CSV, such as cp1252 for files of older Windows programs. The draft declares
     it."""
@@ -205,7 +205,7 @@ class CacheFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("file", "Table in CSV or Parquet."), Columns)
+@command(Argument("file", "Table in CSV or Parquet."), Columns)
 def schema(flags: Columns, file: Path) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 
@@ -250,7 +250,7 @@ def _faults_of_columns(
             yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
 
 
-@with_options(CacheFlags)
+@command(CacheFlags)
 def cache(flags: CacheFlags) -> None:
     """Show or clear the cache of decoded images, and of features of public backbones and frozen
     layers.

@@ -6,19 +6,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from click.exceptions import Exit
 from pydantic import Field, StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
+    Argument,
     ReplaceFile,
-    argument,
+    command,
     faults_of_file,
-    with_options,
 )
-from dpmac_cli.config.flags import Choice, Flags, SomePath
+from dpmac_cli.config.flags import Flags, OneOf, SomePath
 from dpmac_cli.config.settings import (
     OWN_DATA,
     DataDir,
@@ -60,7 +60,7 @@ OwnFactory = Annotated[
 class EvalFlags(Flags, frozen=True):
     """Flags of ``dpmac eval``."""
 
-    dataset: Annotated[str | None, Choice(tuple(DATASETS), OWN_DATA)] = None
+    dataset: Annotated[str | None, OneOf(DATASETS, OWN_DATA)] = None
     """Dataset to evaluate on. [default: the dataset that it was trained on]"""
     model: OwnFactory = None
     audit: StrictBool = False
@@ -97,7 +97,7 @@ class PredictFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
+@command(Argument("run", "A run folder, or a model.safetensors."), EvalFlags)
 def evaluate(flags: EvalFlags, run: Path) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
@@ -126,9 +126,9 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     _show(scored, flags.json)
 
 
-@with_options(
-    argument("run", "A run folder, or a model.safetensors."),
-    argument("data", "Images, texts, an .npz or a table."),
+@command(
+    Argument("run", "A run folder, or a model.safetensors."),
+    Argument("data", "Images, texts, an .npz or a table."),
     PredictFlags,
 )
 def predict(flags: PredictFlags, run: Path, data: Path) -> None:
@@ -232,4 +232,4 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
         )
         out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
-        raise typer.Exit(MISFIT)
+        raise Exit(MISFIT)

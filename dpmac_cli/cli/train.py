@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import stop, stop_request, take, with_options
+from dpmac_cli.cli.options import command, stop, stop_request, take
 from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
@@ -33,7 +33,7 @@ class Start(Flags, frozen=True):
     not_both = MappingProxyType({("resume", "config"): "a run has its settings"})
 
 
-@with_options(Start, SETTINGS)
+@command(Start, SETTINGS)
 def train(start: Start, **flags: Any) -> None:
     """Train a model under differential privacy.
 
@@ -110,4 +110,4 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
                 ranks, parse_settings({name: flags[name] for name in OF_MACHINE})
             )
         except DpmacError as failure:
-            raise RunError(f"Rank {ranks.rank}: {failure}") from failure
+            raise RunError([f"Rank {ranks.rank}: {error}" for error in failure.errors]) from failure

@@ -1,16 +1,15 @@
 """dpmac tune: search for the best settings, and publish the best trial only."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import stop, stop_request, take, with_options
+from dpmac_cli.cli.options import command, option, stop, stop_request, take
 from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.flags import Flags, SomePath, options
+from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.files import to_json
@@ -23,11 +22,11 @@ from dpmac_cli.studies.search import (
 )
 
 #: Settings of a training run that a search does not decide itself; several values are drawn from.
-SHARED = {
-    name: replace(option, several=name in SEARCHED)
-    for name, option in SETTINGS.items()
+SHARED = [
+    option(name, field, several=name in SEARCHED)
+    for name, field in SETTINGS.items()
     if name not in DECIDED and name not in ("cover_scores", "out")
-}
+]
 
 
 class TuneFlags(Flags, frozen=True):
@@ -39,7 +38,7 @@ class TuneFlags(Flags, frozen=True):
     """Folder of the search, and of the published run. [default: runs/tune]"""
 
 
-@with_options(TuneFlags, options(SearchFlags), SHARED)
+@command(TuneFlags, SearchFlags.model_fields, *SHARED)
 def tune(flags: TuneFlags, **given: Any) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 

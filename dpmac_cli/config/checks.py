@@ -8,11 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
-from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import BALANCED, DATA, OPTIMIZER, SETTINGS, Settings
+from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Settings
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
-from dpmac_cli.errors import counted, named
+from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
@@ -31,24 +30,24 @@ def faults(plan: Plan) -> Iterator[str]:
     """Yield faults in combinations of settings, each a sentence with a remedy."""
     settings, facts, optimizer = plan.settings, plan.facts, plan.optimizer
     if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
-        yield f"--h1 ({optimizer.h1:g}) must not be above --h2 ({optimizer.h2:g})."
+        yield f"{{h1}} ({optimizer.h1:g}) must not be above {{h2}} ({optimizer.h2:g})."
     if settings.loss.startswith("quantile") and optimizer.centred:
         yield (
-            f"--loss {settings.loss} is not for --optimizer {optimizer.name}, which clips "
+            f"{{loss=}}{settings.loss} is not for {{optimizer=}}{optimizer.name}, which clips "
             "about a centre that moves: the predictions would cover another share of the records. "
-            "Use --optimizer dp-adam, dp-sgd or dp-adambc."
+            "Use {optimizer=}dp-adam, dp-sgd or dp-adambc."
         )
     lengths = [] if settings.epochs is None else [settings.epochs]
     yield from misfits(facts.typed, facts.train_size, settings.batch_size, lengths)
     if settings.warmup_steps >= plan.event.steps:
         yield (
-            f"--warmup-steps ({settings.warmup_steps:,}) must be below the steps of the run, "
+            f"{{warmup_steps}} ({settings.warmup_steps:,}) must be below the steps of the run, "
             f"{plan.event.steps:,}."
         )
     if settings.canaries and settings.sampler != "poisson":
         yield (
-            f"--canaries: only poisson sampling can be audited, not {settings.sampler}. Leave "
-            "out --sampler or --canaries."
+            f"{{canaries}}: only poisson sampling can be audited, not {settings.sampler}. Leave "
+            "out {sampler} or {canaries}."
         )
     yield from _frozen_faults(plan)
     yield from _tested_twice(settings, facts)
@@ -56,23 +55,23 @@ def faults(plan: Plan) -> Iterator[str]:
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
     if settings.metric not in chosen:
         yield (
-            f"--metric {settings.metric}: records of {facts.typed} have {task.of_record} "
+            f"{{metric=}}{settings.metric}: records of {facts.typed} have {task.of_record} "
             f"each. Use {', '.join(chosen)}."
         )
     elif settings.cover_scores and settings.metric not in known:
         use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
         yield (
-            f"--metric {settings.metric} cannot be released with noise, as dpmac tune and "
-            f"--cover-scores release scores. Use {use} without --cover-scores."
+            f"{{metric=}}{settings.metric} cannot be released with noise, as dpmac tune and "
+            f"{{cover_scores}} release scores. Use {use} without {{cover_scores}}."
         )
     if task.network is not None and settings.model != task.network:
-        yield f"--model {settings.model} is not for --task {task.kind}. Leave it out."
+        yield f"{{model=}}{settings.model} is not for {{task=}}{task.kind}. Leave it out."
     elif settings.model == NETWORK != task.network:
-        yield f"--model {NETWORK} is only for --task {LANGUAGE_MODEL}. Leave it out."
+        yield f"{{model=}}{NETWORK} is only for {{task=}}{LANGUAGE_MODEL}. Leave it out."
     if task.network is not None and plan.trained.part == "head":
-        yield f"--train head: a {task.kind} has no separate head. Use --train lora, norm or all."
+        yield f"{{train=}}head: a {task.kind} has no separate head. Use lora, norm or all."
     if settings.augment is not None and not facts.is_images and facts.shape[1:] == (1, 1):
-        yield f"--augmentations is for images, but {facts.typed} is a table. Leave it out."
+        yield f"{{augmentations}} is for images, but {facts.typed} is a table. Leave it out."
     yield from _loss_faults(settings, facts)
     yield from _weight_faults(settings, facts)
 
@@ -85,10 +84,10 @@ def _tested_twice(settings: Settings, facts: DataFacts) -> Iterator[str]:
     tested = facts.signs.tested
     if tested and settings.cover_scores and not facts.unit:
         yield (
-            f"--cover-scores: {_copies(len(tested), 'test record', facts.typed)} of training "
+            f"{{cover_scores}}: {_copies(len(tested), 'test record', facts.typed)} of training "
             f"records, such as test record {tested[0] + 1}. Epsilon covers the scores of records "
             "that are not trained on, so it would be too low for these. Leave them out on one "
-            "side, or name the person of each record with --unit, or in an .npz by arrays unit and "
+            "side, or name the person of each record with {unit}, or in an .npz by arrays unit and "
             "unit_test: a unit is on one side."
         )
 
@@ -97,12 +96,12 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     task, loss = facts.task, settings.loss
     if is_loss_of_a_task(loss) and not task.fits(loss):
         yield (
-            f"--loss {loss}: records of {facts.typed} have {task.of_record} each. Use "
+            f"{{loss=}}{loss}: records of {facts.typed} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
     if settings.label_smoothing and not task.weighted:
         yield (
-            f"--label-smoothing is for classes, but records of {facts.typed} have "
+            f"{{label_smoothing}} is for classes, but records of {facts.typed} have "
             f"{task.of_record} each. Leave it out."
         )
 
@@ -113,24 +112,24 @@ def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     weights, shares = class_weights(settings), shares_of(settings)
     if chosen is not None and not task.weighted:
         yield (
-            f"--class-weights is for classes, but records of {facts.typed} have {task.of_record} "
+            f"{{class_weights}} is for classes, but records of {facts.typed} have {task.of_record} "
             "each. Leave it out."
         )
         return
     if chosen == BALANCED and not shares:
         yield (
-            "--class-weights balanced needs the shares of the classes, which are private if they "
-            "are counted in the records. Declare what is known of them with --shares, such as "
-            "--shares 0.94,0.06, or give weights as numbers."
+            "{class_weights=}balanced needs the shares of the classes, which are private if they "
+            "are counted in the records. Declare what is known of them with {shares}, such as "
+            "{shares=}0.94,0.06, or give weights as numbers."
         )
     elif weights and (len(weights) != task.outputs or min(weights) <= 0):
         yield (
-            f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
+            f"{{class_weights}} must be {task.outputs} numbers above 0, one for each class of "
             f"{facts.typed}, not {chosen}."
         )
     if shares and (len(shares) != task.outputs or min(shares) <= 0 or abs(sum(shares) - 1) > 0.01):
         yield (
-            f"--shares must be {task.outputs} numbers above 0 with the sum 1, one for each class "
+            f"{{shares}} must be {task.outputs} numbers above 0 with the sum 1, one for each class "
             f"of {facts.typed}, not {', '.join(f'{share:g}' for share in shares)}."
         )
 
@@ -138,12 +137,12 @@ def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
 def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
     """Yield faults in combinations of dataset size, batch size and numbers of epochs."""
     if batch > size:
-        yield f"--batch-size ({batch}) must not be above the size of {data}, {size}."
+        yield f"{{batch_size}} ({batch}) must not be above the size of {data}, {size}."
     for epochs in lengths:
         steps = epochs * math.ceil(size / batch)
         if steps > MOST_STEPS:
             yield (
-                f"--epochs {epochs} is {steps:,} steps in total at --batch-size {batch:,}; a "
+                f"{{epochs=}}{epochs} is {steps:,} steps in total at {{batch_size=}}{batch:,}; a "
                 f"run has at most {MOST_STEPS:,}. Use fewer epochs or larger batches."
             )
 
@@ -152,7 +151,8 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
     """Yield faults in combinations of frozen layers with other settings."""
     features, weights, facts = plan.features, plan.pretrained, plan.facts
     if features is not None:
-        flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
+        name = "features" if isinstance(features, Scattered) else "backbone"
+        flag = f"{{{name}=}}{features.kind}"
         if features.reads != facts.holds:
             declarable = (features.reads, facts.holds) == ("texts", "numbers")
             yield (
@@ -164,24 +164,24 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
         if features.reads == "texts" and weights is not None:
             yield (
                 f"{flag} starts from the weights in the encoder's own folder. Leave out "
-                "--pretrained, or use another folder with --backbone."
+                "{pretrained}, or use another folder with {backbone}."
             )
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:
             yield from fault_of_package(package, "backbones", flag)
     if weights is not None and not weights.is_file():
-        yield f"--pretrained: no such file: {weights}."
+        yield f"{{pretrained}}: no such file: {weights}."
     augmented = plan.settings.augment is not None
     if augmented and (isinstance(features, Scattered) or plan.trained.part == "head"):
         yield (
-            "--augmentations uses new views in every step, but features of frozen layers are "
+            "{augmentations} uses new views in every step, but features of frozen layers are "
             "computed only once. Leave one of them out."
         )
 
 
 def notes(plan: Plan, flags: Collection[str]) -> tuple[str, ...]:
     """Return notes on valid settings, of which ``flags`` were typed, that are probably mistakes."""
-    return tuple(map(named, _notes_on_plan(plan, flags)))
+    return tuple(_notes_on_plan(plan, flags))
 
 
 def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
@@ -203,7 +203,7 @@ def private_notes(plan: Plan) -> tuple[str, ...]:
 
     They are for the person who holds the records. No file and no log has them.
     """
-    return tuple(map(named, _notes_on_records(plan)))
+    return tuple(_notes_on_records(plan))
 
 
 def _notes_on_records(plan: Plan) -> Iterator[str]:
@@ -218,7 +218,7 @@ def _notes_on_records(plan: Plan) -> Iterator[str]:
         yield (
             f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: name the unit "
-            "of each record with --unit, or in an .npz by an array unit."
+            "of each record with {unit}, or in an .npz by an array unit."
         )
     if tested and copies_matter and not found.held_out:
         yield (
@@ -244,9 +244,9 @@ def _notes_on_privacy(plan: Plan) -> Iterator[str]:
     yield from accountant_note((plan.event,), delta)
     if rate >= MOST and not plan.event.sampling.once_an_epoch:
         yield (
-            f"With --batch-size {batch} each record takes part in {rate:.0%} of the "
+            f"With {{batch_size=}}{batch} each record takes part in {rate:.0%} of the "
             "steps, so random sampling saves little or no privacy cost. Unless you want "
-            "only a few such steps, use a smaller --batch-size."
+            "only a few such steps, use a smaller {batch_size}."
         )
 
 
@@ -260,9 +260,9 @@ def _copies(number: int, what: str, dataset: str) -> str:
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.shape, ",".join(found.task.names)
-    flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
+    flags = {"channels": f"{{channels=}}{channels}", "image size": f"{{image_size=}}{max(size)}"}
     if names.count(",") < found.task.outputs:
-        flags["classes"] = f"--classes {shlex.quote(names)}"
+        flags["classes"] = f"{{classes=}}{shlex.quote(names)}"
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
@@ -270,17 +270,17 @@ def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     """Yield a note on each given setting that has no effect, with the reason."""
     used = {*plan.optimizer.used(), "optimizer"}
     for name in flags:
-        group, why = SETTINGS[name].group, ""
+        group, why = GROUPS[name], ""
         if group == OPTIMIZER and name not in used:
             why = plan.optimizer.name
         elif name == "fix_norm" and not isinstance(plan.model, UserModel):
             why = plan.model.name
         elif name == "lora_rank" and plan.trained.part != "lora":
-            why = f"--train {plan.trained.part}"
+            why = f"{{train=}}{plan.trained.part}"
         elif group == DATA and plan.facts.source is None:
             why = plan.facts.typed
         if why:
-            yield f"--{flag_name(name)} has no effect with {why}."
+            yield f"{{{name}}} has no effect with {why}."
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:
@@ -289,7 +289,7 @@ def delta_note(delta: float, records: int) -> Iterable[str]:
     if delta >= limit:
         yield (
             f"delta {delta:g} is not below 1/n = {limit:.2g}: such a guarantee allows "
-            "publishing a whole record occasionally. Use a smaller --delta."
+            "publishing a whole record occasionally. Use a smaller {delta}."
         )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import DELTA, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
@@ -168,10 +167,10 @@ def recipe_of(given: Settings) -> str:
 
 
 def recipe_notes(given: Settings, facts: Dataset) -> Iterator[str]:
-    """Yield what the recipe chose, as flags."""
+    """Yield what the recipe chose."""
     if recipe_of(given) == BEST:
         said, rule = {*given.explicit, "epsilon"}, best(given, facts)
-        chosen = [f"--{flag_name(n)} {v}" for n, v in rule.items() if n not in said and v]
+        chosen = [f"{{{n}=}}{v}" for n, v in rule.items() if n not in said and v]
         if chosen:
             yield f"recipe best: {' '.join(chosen)}."
 

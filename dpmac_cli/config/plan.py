@@ -11,7 +11,7 @@ from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
-from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
 from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import TextEncoder, read_encoder
@@ -133,10 +133,10 @@ class Plan:
         """
         kept: dict[str, Any] = {
             name: value
-            for name, option in SETTINGS.items()
+            for name in SETTINGS
             if (value := getattr(self.settings, name)) is not None
             and name not in NOT_RECORDED
-            and (self.facts.source is not None or option.group != DATA)
+            and (self.facts.source is not None or GROUPS[name] != DATA)
         }
         if not isinstance(self.model, UserModel):
             kept.pop("fix_norm")
@@ -172,7 +172,7 @@ def _text_encoder(named: str, facts: DataFacts) -> TextEncoder:
     encoder = read_encoder(named)
     if (read := facts.reader) is not None and read != encoder.reader(read.limit):
         raise InputError(
-            f"--backbone {named} has another tokenizer than the one that {facts.typed} was read "
+            f"{{backbone=}}{named} has another tokenizer than the one that {facts.typed} was read "
             "with. All runs of a search read it once: search over encoders with the same "
             "tokenizer, or search for each of them."
         )

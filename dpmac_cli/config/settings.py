@@ -6,10 +6,10 @@ A setting has the same name as a flag, as a YAML key and as a keyword. Imports n
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 
-from pydantic import Field, StrictBool
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
+from pydantic_core import PydanticCustomError
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -17,12 +17,10 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.flags import (
     NUMBER,
-    Choice,
+    Fields,
     Flags,
-    Option,
-    Pattern,
+    OneOf,
     SomePath,
-    options,
 )
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS
@@ -56,7 +54,7 @@ NOT_BOTH: Mapping[tuple[str, str], str] = {
     ("no_dp", "secure"): "without noise there is nothing to secure",
     ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
     ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",
-    ("seed", "secure"): "a seed reveals the random numbers that --secure hides from everyone",
+    ("seed", "secure"): "a seed reveals the random numbers that {secure} hides from everyone",
 }
 #: Settings that need another one: one of these.
 NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -85,7 +83,7 @@ OWN_DATA = (
 )
 #: Loss of a quantile: a test and a description.
 QUANTILE = (
-    lambda text: bool(re.fullmatch(r"quantile:0?\.[0-9]*[1-9][0-9]*", text)),
+    re.compile(r"quantile:0?\.[0-9]*[1-9][0-9]*").fullmatch,
     "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
 OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
@@ -95,12 +93,39 @@ OWN_MODEL = (
     lambda text: ":" in text or text == NETWORK,
     "your own FILE.py:FACTORY or MODULE:FACTORY",
 )
+#: Texts of numbers, of names of classes, and of the time between checkpoints.
+TWO_NUMBERS = re.compile(f"{NUMBER},{NUMBER}")
+NUMBERS = re.compile(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*")
+CLASS_NAMES = re.compile(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+")
+INTERVAL = re.compile(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s")
 #: Groups of settings in the help.
 TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
 RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
+#: First setting of each group, in the order of the fields.
+FIRST = {
+    "dataset": TASK,
+    "sampler": PRIVACY,
+    "fix_norm": TASK,
+    "test_fraction": DATA,
+    "sigma": PRIVACY,
+    "optimizer": OPTIMIZER,
+    "lr_schedule": RECIPE,
+    "canaries": AUDIT,
+    "physical_batch": RUN,
+    "metric": OUTPUT,
+}
+
+
+def _not_zero(sigma: float) -> float:
+    if sigma == 0:
+        raise PydanticCustomError(
+            "no_dp", "Input should be above 0 (to train without privacy use {no_dp})"
+        )
+    return sigma
+
 
 Positive = Annotated[float, Field(gt=0)]
-NoiseMultiplier = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+NoiseMultiplier = Annotated[float, AfterValidator(_not_zero), Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
@@ -111,8 +136,8 @@ MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
 # Flags that commands share.
 Device = Annotated[
     str,
-    Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
-    Field(description="Device: auto, cpu, cuda or cuda:N."),
+    OneOf(("auto", "cpu", "cuda"), (re.compile("cuda:[0-9]{1,3}").fullmatch, "cuda:N")),
+    Field(description="Device to run on."),
 ]
 DataDir = Annotated[SomePath | None, Field(description="Folder of datasets (or DPMAC_DATA_DIR).")]
 Quiet = Annotated[
@@ -133,6 +158,16 @@ Config = Annotated[
 DryRun = Annotated[StrictBool, Field(description="Show the plan and its cost, without training.")]
 
 
+def _named_or_in_memory(value: object) -> object:
+    if isinstance(value, str | InMemoryData):
+        return value
+    raise PydanticCustomError(
+        "dataset",
+        "Input should be a name, a path, or records in memory: ArrayData(x, y), "
+        "from_torch(dataset) or from_dataframe(frame, schema)",
+    )
+
+
 class DisplayFlags(Flags, frozen=True):
     """Flags that decide how much a command prints."""
 
@@ -144,22 +179,18 @@ class Priced(Flags, frozen=True):
     """Settings that the privacy cost of a run follows from, apart from its noise and length."""
 
     dataset: Annotated[
-        str | InMemoryData,
-        Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
+        str | InMemoryData, OneOf(DATASETS, OWN_DATA), BeforeValidator(_named_or_in_memory)
     ] = "mnist"
     """Dataset to train on."""
-    recipe: Annotated[str, Choice((PAPER, BEST, *RECIPES))] = LATER
+    recipe: Annotated[str, OneOf((PAPER, BEST, *RECIPES))] = LATER
     """Values of the settings that are not given: of the run in the paper, of the best run for the
     epsilon, or of a recipe by name (dpmac recipes). [default: paper with --sigma or --no-dp, best
     otherwise and for your own data]"""
-    model: Annotated[str, Choice(NETWORKS, OWN_MODEL)] = LATER
+    model: Annotated[str, OneOf(NETWORKS, OWN_MODEL)] = LATER
     """Network to train. [default: the dataset's]"""
     batch_size: Count = LATER
     """Expected batch size B. [default: the dataset's]"""
-    sampler: Annotated[
-        str,
-        Choice(tuple(SAMPLERS)),
-    ] = "poisson"
+    sampler: Annotated[str, OneOf(SAMPLERS)] = "poisson"
     """Batch sampling method. The privacy cost depends on it."""
     delta: Probability = DELTA
     """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
@@ -174,28 +205,14 @@ class Settings(Priced, frozen=True):
 
     exclusive = EXCLUSIVE
     not_both = NOT_BOTH
-    sections = MappingProxyType(
-        {
-            "dataset": TASK,
-            "sampler": PRIVACY,
-            "fix_norm": TASK,
-            "test_fraction": DATA,
-            "sigma": PRIVACY,
-            "optimizer": OPTIMIZER,
-            "lr_schedule": RECIPE,
-            "canaries": AUDIT,
-            "physical_batch": RUN,
-            "metric": OUTPUT,
-        }
-    )
     fix_norm: StrictBool = False
     """Replace batch norm with group norm in your network."""
     isolate: StrictBool = False
     """Run the network on each sample separately, so it cannot mix samples. Slower. [default: if it
     cannot be proven that the network does not mix samples]"""
-    features: Annotated[str | None, Choice(tuple(FEATURES))] = None
+    features: Annotated[str | None, OneOf(FEATURES)] = None
     """Train on fixed wavelet scattering features, which are not learnt, instead of the images."""
-    backbone: Annotated[str | None, Choice((*BACKBONES, *ENCODERS), OWN_ENCODER)] = None
+    backbone: Annotated[str | None, OneOf((*BACKBONES, *ENCODERS), OWN_ENCODER)] = None
     """Train on features of this public network of images or texts."""
     backbone_size: Annotated[int | None, Field(ge=32, le=1024)] = None
     """Size in pixels to resize images to for the backbone. [default: the backbone's]"""
@@ -203,7 +220,7 @@ class Settings(Priced, frozen=True):
     """Average the features of each image and its mirror image."""
     pretrained: str | Path | None = None
     """Start from the public weights in this safetensors file."""
-    train: Annotated[str | None, Choice(tuple(PARTS))] = None
+    train: Annotated[str | None, OneOf(PARTS)] = None
     """Part of a network with public weights to train. [default: all; with a backbone the head,
     for a language model lora]"""
     lora_rank: Annotated[int | None, Field(ge=1, le=1024)] = None
@@ -220,7 +237,7 @@ class Settings(Priced, frozen=True):
         Field(ge=0, le=4294967295),
     ] = 0
     """Public seed of that split, which is decided per record."""
-    channels: Annotated[str | None, Choice(("1", "3"))] = None
+    channels: Annotated[str | None, OneOf(("1", "3"))] = None
     """Convert your images to N channels. [default: as found]"""
     image_size: Annotated[int | None, Field(ge=1, le=1024)] = None
     """Resize your images to N by N. [default: as found]"""
@@ -229,21 +246,18 @@ class Settings(Priced, frozen=True):
     [default: the largest that the format can hold]"""
     classes: Annotated[
         str | None,
-        Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
+        OneOf(besides=(CLASS_NAMES.fullmatch, "two names or more, such as cat,dog")),
     ] = None
     """Names of your classes, in order of label, such as cat,dog. [default: as found]"""
-    standardise: Annotated[
-        str,
-        Choice(tuple(STANDARDS)),
-    ] = "half"
+    standardise: Annotated[str, OneOf(STANDARDS)] = "half"
     """Public constants to standardise images with; half maps them to [-1, 1]."""
     feature_range: Annotated[
-        str | None, Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")
+        str | None, OneOf(besides=(TWO_NUMBERS.fullmatch, "two numbers, such as 0,1"))
     ] = None
     """Public range to clip columns of numbers to, such as 0,1."""
     schema: str | Path | None = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
-    task: Annotated[str | None, Choice((LANGUAGE_MODEL,))] = None
+    task: Annotated[str | None, OneOf((LANGUAGE_MODEL,))] = None
     """Train a language model on the texts themselves, without labels. [default: the task of the
     labels]"""
     tokens: Annotated[int | None, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] = None
@@ -271,10 +285,7 @@ class Settings(Priced, frozen=True):
     secure: StrictBool = False
     """Use a cipher for all random numbers and a fixed grid for noise, to prevent attacks on
     generators and floating point. Slower."""
-    optimizer: Annotated[
-        str,
-        Choice(OPTIMIZERS),
-    ] = "dp-macadam"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "dp-macadam"
     """Clipping and update method. Your own data: dp-adam."""
     lr: Scale = LATER
     """Learning rate. [default: depends on dataset and optimizer]"""
@@ -297,20 +308,11 @@ class Settings(Priced, frozen=True):
     """Lower bound of the estimated variance. [default: the dataset's]"""
     h2: Variance = LATER
     """Upper bound of the estimated variance. [default: the dataset's]"""
-    kappa: Annotated[
-        Kappa,
-        Choice(get_args(Kappa)),
-    ] = "tracked"
+    kappa: Kappa = "tracked"
     """Variance estimate of DP-MacAdam."""
-    phi: Annotated[
-        Phi,
-        Choice(get_args(Phi)),
-    ] = "tracked"
+    phi: Phi = "tracked"
     """Noise estimate of DP-MacAdamBC."""
-    lr_schedule: Annotated[
-        str,
-        Choice(SCHEDULES),
-    ] = "constant"
+    lr_schedule: Annotated[str, OneOf(SCHEDULES)] = "constant"
     """Learning rate schedule after the warm-up."""
     warmup_steps: Length = 0
     """Number of steps in which the learning rate rises to --lr."""
@@ -328,9 +330,9 @@ class Settings(Priced, frozen=True):
     ] = None
     """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
     is clipped."""
-    augment: Annotated[str | None, Choice(AUGMENTS)] = None
+    augment: Annotated[str | None, OneOf(AUGMENTS)] = None
     """Augmentation of the views. [default: the dataset's]"""
-    loss: Annotated[str, Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE)] = (
+    loss: Annotated[str, OneOf(tuple(name for name in LOSSES if ":" not in name), QUANTILE)] = (
         "cross-entropy"
     )
     """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for numbers.
@@ -339,16 +341,13 @@ class Settings(Priced, frozen=True):
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
-        Pattern(
-            rf"{BALANCED}|\s*{NUMBER}(\s*,\s*{NUMBER})+\s*",
-            "balanced, or two numbers or more, such as 1,15",
-        ),
+        OneOf((BALANCED,), (NUMBERS.fullmatch, "two numbers or more, such as 1,15")),
     ] = None
     """Public weights of the classes, such as 1,15, divided by the largest. They multiply a record's
     gradient after clipping. With balanced: the inverse of --shares."""
     shares: Annotated[
         str | None,
-        Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 0.94,0.06"),
+        OneOf(besides=(NUMBERS.fullmatch, "two numbers or more, such as 0.94,0.06")),
     ] = None
     """Public shares of the classes among the records, such as 0.94,0.06: what is known of them, not
     counted in these records."""
@@ -367,7 +366,7 @@ class Settings(Priced, frozen=True):
     secret]"""
     data_dir: DataDir = None
     metric: Annotated[
-        str, Choice(tuple(name for name, metric in METRICS.items() if metric.chosen))
+        str, OneOf(tuple(name for name, metric in METRICS.items() if metric.chosen))
     ] = "accuracy"
     """Test metric to show, and to rank a comparison by. [default: the first of them that fits the
     dataset]"""
@@ -376,7 +375,7 @@ class Settings(Priced, frozen=True):
     epsilon."""
     checkpoint_every: Annotated[
         str | None,
-        Pattern("[1-9][0-9]{0,14}|[0-9]{1,9}(\\.[0-9]+)?s", "steps (100) or seconds (60s)"),
+        OneOf(besides=(INTERVAL.fullmatch, "steps (100) or seconds (60s)")),
     ] = None
     """Save a checkpoint every N steps (100) or seconds (60s). [default: every minute, and every
     fiftieth of the steps]"""
@@ -399,8 +398,18 @@ class Settings(Priced, frozen=True):
         return self.model_copy(update=missing)
 
 
-SETTINGS: Mapping[str, Option] = options(Settings)
+def _groups() -> dict[str, str]:
+    groups, current = dict[str, str](), TASK
+    for name in Settings.model_fields:
+        current = FIRST.get(name, current)
+        groups[name] = current
+    return groups
+
+
+SETTINGS: Fields = Settings.model_fields
+#: The group of each setting.
+GROUPS: Mapping[str, str] = _groups()
 #: Defaults of a run without a recipe.
 RECIPE_DEFAULTS: Mapping[str, object] = {
-    name: option.default for name, option in SETTINGS.items() if option.group == RECIPE
+    name: field.default for name, field in SETTINGS.items() if GROUPS[name] == RECIPE
 }

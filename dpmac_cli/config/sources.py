@@ -1,61 +1,71 @@
 """Sources of settings: flags, YAML files and recipes by name. Flags take precedence."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from dpmac_cli.bounded_yaml import TextLoader, read_text
-from dpmac_cli.config.flags import flag_name, is_given, valid
+from dpmac_cli.config.flags import flag_name, is_given
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, Settings
-from dpmac_cli.errors import raise_errors
+from dpmac_cli.config.settings import EXCLUSIVE, Settings
+from dpmac_cli.errors import InputError, raise_errors
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 #: Texts in YAML that are no values of a flag, in lower case.
 WORDS: Mapping[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+#: What a file should contain.
+LINES = "Write lines like 'sigma: 0.8'."
 #: Values by the names of settings, as text or of their types; None and False if not given.
 Values = Mapping[str, Any]
 
 
-def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
-    """Return the values in a YAML file by the names of settings, and add its faults to ``errors``.
+class Written(NamedTuple):
+    """Values by the names of settings, and where those of a file are: "run.yaml, line 3"."""
+
+    values: dict[str, Any]
+    places: dict[str, str]
+
+
+def read_yaml(file: Path) -> Written:
+    """Return what is written in a YAML file.
 
     A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
     parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used.
+
+    Raises:
+        InputError: it cannot be read, is no mapping, or has a key twice.
     """
     try:
         loader = TextLoader(read_text(file))
         loader.name = str(file)  # for its messages
         root = loader.get_single_node()
-        found = None if root is None else loader.construct_document(root)
+        found = {} if root is None else loader.construct_document(root) or {}
     except OSError as failure:
-        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
-        return {}
+        why = failure.strerror or failure
+        raise InputError(f"{{config=}}{file} cannot be read ({why}).") from failure
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
         why = " ".join(str(failure).split())
-        errors.append(f"--config: {file} is not valid YAML: {why}. Write lines like 'sigma: 0.8'.")
-        return {}
-    if root is None or not isinstance(found, dict):
-        if found:
-            errors.append(f"--config: {file} must contain lines like 'sigma: 0.8'.")
-        return {}
-    values = {str(key).replace("-", "_"): _value(value) for key, value in found.items()}
-    given = Counter(str(key.value).replace("-", "_") for key, _ in root.value)
-    errors += [
-        f"{file}: --{flag_name(name)} is given {count} times. Give it once."
-        for name, count in given.items()
-        if count > 1
-    ]
-    errors += [
-        f"{file}: the list of --{flag_name(name)} is empty."
-        for name, value in values.items()
-        if value == []
-    ]
-    return values
+        raise InputError(f"{{config=}}{file} is not valid YAML: {why}. {LINES}") from failure
+    if not isinstance(found, dict):
+        raise InputError(f"{{config=}}{file} is not a mapping. {LINES}")
+    places, errors = dict[str, str](), list[str]()
+    for key, value in root.value if found else ():
+        name, place = _setting(key.value), f"{file}, line {key.start_mark.line + 1}"
+        if name in places:
+            errors.append(f"{place}: {key.value} is given twice. Give it once.")
+        if value.value == []:
+            errors.append(f"{place}: {key.value} is empty.")
+        places[name] = place
+    raise_errors(errors)
+    return Written({_setting(key): _value(value) for key, value in found.items()}, places)
+
+
+def _setting(key: object) -> str:
+    """Return the name of a setting that is the key of a file."""
+    return str(key).replace("-", "_")
 
 
 def _value(value: Any) -> Any:
@@ -80,35 +90,56 @@ def by_setting(recorded: Values) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in recorded.items()}
 
 
-def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:
-    """Return the settings of flags and, below them, of a file and of the recipe of a name.
+def layered(
+    flags: Values, below: Path | Values | None = None, *, several_runs: bool = False
+) -> Written:
+    """Return flags and, below them, the values of a file and of the recipe that these name.
+
+    Values are not validated. Those that are not given are left out.
 
     Args:
         flags: values by name.
         below: a YAML file, or values that were recorded.
+        several_runs: whether the recipe may be of several runs.
+
+    Raises:
+        InputError: the file cannot be read or refers to code, or the recipe is of several runs.
+    """
+    above = _given(flags)
+    written = read_yaml(below) if isinstance(below, Path) else Written(dict(below or {}), {})
+    if "model" not in above:
+        _refuse_code(written)
+    values = over(above, _given(written.values))
+    if (recipe := RECIPES.get(name := str(values.get("recipe")))) is not None:
+        if recipe.command != "train" and not several_runs:
+            raise InputError(f"{{recipe=}}{name} has several runs. Use {recipe.line(name)}.")
+        del values["recipe"]
+        values = over(values, read_yaml(file_of(name)).values)
+    return Written(values, {n: place for n, place in written.places.items() if n not in above})
+
+
+def _given(values: Values) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if is_given(value)}
+
+
+def _refuse_code(written: Written) -> None:
+    """Reject a model in a file that refers to code: only flags may do that. Raises InputError."""
+    model = written.values.get("model")
+    if "model" in written.places and ":" in str(model):
+        raise InputError(
+            f"{written.places['model']}: model {model} is code, which dpmac does not run from a "
+            f"settings file. If you trust it, add {{model=}}{model} to the command line."
+        )
+
+
+def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:
+    """Return the validated settings of :func:`layered` flags, file and recipe.
 
     Raises:
         InputError: lists every fault of a value, an unknown name or a contradiction.
     """
-    errors: list[str] = []
-    above = valid(Settings, flags, errors).explicit
-    if isinstance(below, Path):
-        file, below = below, in_file(below, errors)
-        if "model" in below and not is_given(flags.get("model")):
-            errors += faults_of_model([below["model"]], file)
-    values = over(above, below or {})
-    if (recipe := RECIPES.get(name := values.get("recipe", ""))) is not None:
-        del values["recipe"]
-        if recipe.command != "train":
-            errors.append(f"--recipe {name} has several runs. Use {recipe.line(name)}.")
-        values = over(values, in_file(file_of(name), errors))
-    raise_errors(errors)
-    return Settings.model_validate(values)
-
-
-def in_file(file: Path, errors: list[str]) -> Values:
-    """Return the settings of a YAML file, and add its faults to ``errors``."""
-    return valid(Settings, read_yaml(file, errors), errors, f"{file}: ").explicit
+    values, places = layered(flags, below)
+    return Settings.model_validate(values, context=places)
 
 
 def over(above: Values, below: Values) -> dict[str, Any]:
@@ -121,12 +152,3 @@ def parse_settings(flags: Settings | Values) -> dict[str, Any]:
     """Convert given flags to values and validate them. Raises InputError with every fault found."""
     settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
     return dict(settings.explicit)
-
-
-def faults_of_model(models: Iterable[str], file: Path) -> Iterator[str]:
-    """Reject models in a settings file that refer to code: only flags may do that."""
-    for model in filter(OWN_MODEL[0], models):
-        yield (
-            f"{file}: --model {model} is code, which dpmac does not run from a settings file. If "
-            f"you trust it, add --model {model} to the command line."
-        )

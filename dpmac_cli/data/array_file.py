@@ -154,7 +154,7 @@ def _sides(
 def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
     """Return (channels, height, width) of records as inputs. Raises InputError."""
     channels, height, width = channels_first(x[:1]).shape[1:]
-    declared = {"--channels": source.channels, "--image-size": source.image_size}
+    declared = {"{channels}": source.channels, "{image_size}": source.image_size}
     given = [flag for flag, value in declared.items() if value is not None]
     if given and not isinstance(x, Rows):
         raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
@@ -266,7 +266,7 @@ def _without_tested_units(arrays: ArrayDict, source: Source) -> LeftOut:
 def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
     """Yield faults of the arrays with the units that records belong to."""
     if source.unit is not None and "unit" not in arrays:
-        yield f"--unit {source.unit} does not apply to arrays: add an array unit with each unit"
+        yield f"{{unit=}}{source.unit} does not apply to arrays: add an array unit with each unit"
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
         yield "x_test requires an array unit_test with the unit of each test record"
     for side in SIDES:
@@ -283,7 +283,7 @@ def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
     if not {"low", "high"} <= arrays.keys():
         yield (
             f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
-            "--feature-range LOW,HIGH, or arrays low and high with one number per column. Base it "
+            "{feature_range=}LOW,HIGH, or arrays low and high with one number per column. Base it "
             "on what the columns mean, not on these records, which are private"
         )
         return
@@ -295,7 +295,7 @@ def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
         good = (abs(ends) <= FARTHEST).all(0) & (high - low >= NARROWEST)
     if not good.all():
         yield (
-            f"{'low and high' if source.feature_range is None else '--feature-range'} must be "
+            f"{'low and high' if source.feature_range is None else '{feature_range}'} must be "
             f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one for all columns or one for each, "
             f"with low below high by at least {NARROWEST:g} in single precision. "
             f"{columns - good.sum()} of {columns} columns break this rule. Give the real range of "
@@ -372,16 +372,16 @@ def split(
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
     if held_out.all() or not held_out.any():
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} "
-            "leaves no training or no test records. Add records, or use another --test-fraction or "
-            "--split-seed."
+            f"{{test_fraction=}}{source.test_fraction:g} of {counted(len(held_out), 'record')} "
+            "leaves no training or no test records. Add records, or use another {test_fraction} or "
+            "{split_seed}."
         )
     if classes is not None:
         only = sorted({*y[held_out].tolist()} - {*y[~held_out].tolist()})
         refuse(
             [f"All records of the class {classes[label]} are held out" for label in only],
-            " Use a smaller --test-fraction or another --split-seed, add records, or declare "
-            "the classes with --classes.",
+            " Use a smaller {test_fraction} or another {split_seed}, add records, or declare "
+            "the classes with {classes}.",
         )
     return held_out
 

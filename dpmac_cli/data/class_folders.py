@@ -23,10 +23,10 @@ HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 FOLDER = "folder"
 #: Label of a file of no class.
 NO_CLASS = -1
-UNLESS_SKIPPED = " Correct or remove them, or add --skip-bad to leave them out."
+UNLESS_SKIPPED = " Correct or remove them, or add {skip_bad} to leave them out."
 #: How to name the unit of each file.
 UNIT_OF = (
-    "To match the 17 in patient17.png, use --unit 'patient([0-9]+)'. --unit folder is for paths "
+    "To match the 17 in patient17.png, use {unit=}'patient([0-9]+)'. {unit=}folder is for paths "
     "such as CLASS/PATIENT/1.png."
 )
 
@@ -71,11 +71,11 @@ class ClassFolders:
         self._units = units_of_files(self.names, source.unit, len(listed)) if source.unit else []
         self._no_unit = [row for row, unit in enumerate(self._units) if not unit]
         self.skipped += [
-            f"{self.names[n]} has no unit (--unit {source.unit})" for n in self._no_unit
+            f"{self.names[n]} has no unit ({{unit=}}{source.unit})" for n in self._no_unit
         ]
         if self.names and len(self._no_unit) == len(self.names):
             raise InputError(
-                f"--unit {source.unit} finds no unit in any path, such as {self.names[0]}. "
+                f"{{unit=}}{source.unit} finds no unit in any path, such as {self.names[0]}. "
                 f"{UNIT_OF}"
             )
         self._refuse(self.skipped)
@@ -122,7 +122,7 @@ class ClassFolders:
             return f"cannot be read as {self._what[0]} ({failure.strerror})"
         if not self._is_record(path):
             text = path.lower().endswith(".txt")
-            return f"is not {self._what[0]}" + " (texts need --backbone minilm)" * text
+            return f"is not {self._what[0]}" + " (texts need {backbone=}minilm)" * text
         if not stat.S_ISREG(facts.st_mode):
             return "is not a regular file"
         return FoundFile(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
@@ -152,7 +152,7 @@ class ClassFolders:
                 empty = [name for label, name in enumerate(self.classes) if label not in held]
                 self.faults += complaints(
                     [f"The class {name} in {part} has no {self._what[1]}" for name in empty],
-                    " Add some, remove its folder, or declare the classes with --classes.",
+                    " Add some, remove its folder, or declare the classes with {classes}.",
                 )
             if not len(rows):
                 why = some_of(self.skipped) if self._source.skip_bad else []  # else they are faults
@@ -172,8 +172,8 @@ def splits_of(source: Source) -> list[Path]:
     if len(parts) == 1 and declared is None:
         raise InputError(
             f"{root} contains a folder {parts[0].name} without its counterpart. Provide both "
-            f"{TRAIN} and test, or one folder per class, of which --test-fraction is held out. If "
-            f"{parts[0].name} is the name of a class, rename it."
+            f"{TRAIN} and test, or one folder per class, of which {{test_fraction}} is held out. "
+            f"If {parts[0].name} is the name of a class, rename it."
         )
     # Otherwise these folders are of declared classes.
     return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
@@ -227,7 +227,7 @@ def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
         pattern = re.compile(rf"^(?:[^/]+/){{{depth}}}([^/]+)/" if unit == FOLDER else unit)
     except re.error as failure:
         raise InputError(
-            f"--unit {unit} is not a valid regular expression ({failure}). {UNIT_OF}"
+            f"{{unit=}}{unit} is not a valid regular expression ({failure}). {UNIT_OF}"
         ) from failure
     matches = map(pattern.search, names)
     found = [(match and match[min(pattern.groups, 1)]) or "" for match in matches]

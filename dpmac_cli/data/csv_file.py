@@ -126,7 +126,7 @@ class CsvFile:
         if not skip_bad:
             refuse(
                 [*broken.values()],
-                f" Correct {self.path}, or add --skip-bad to read each line by itself and leave "
+                f" Correct {self.path}, or add {{skip_bad}} to read each line by itself and leave "
                 "these records out.",
             )
         places = np.cumsum(fits[1:]) - 1

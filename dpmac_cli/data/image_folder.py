@@ -104,7 +104,7 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
         some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
         said.append(
             f"The images of {source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
-            "Add --image-size N to resize all of them to N by N."
+            "Add {image_size=}N to resize all of them to N by N."
         )
     height, width = next(iter(sizes), (0, 0))
     return channels, height, width
@@ -180,7 +180,7 @@ def decode(
         pixels = np.rint(np.asarray(opened) / ((levels or _white(opened)) / 255))
         opened = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     elif levels is not None and any("16" in str(tile[3]) for tile in getattr(opened, "tile", ())):
-        raise ValueError("--levels is for grey images; save colours with 8 bits per channel")
+        raise ValueError("{levels} is for grey images; save colours with 8 bits per channel")
     mode = "L" if channels == 1 else "RGB"
     image = opened if opened.mode == mode else opened.convert(mode)
     if turn is not None:

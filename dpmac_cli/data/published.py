@@ -49,8 +49,8 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Records
     except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
             f"The dataset {name} {_what_failed(files, download, failure)}; or use another "
-            "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
-            "digits, which needs no files."
+            "folder with {data_dir} or the environment variable DPMAC_DATA_DIR; or use "
+            "{dataset=}digits, which needs no files."
         ) from failure
 
 

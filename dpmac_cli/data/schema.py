@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic_core import core_schema
+
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, counted, raise_errors
@@ -39,6 +41,11 @@ class InMemoryData:
     arrays: Mapping[str, Any] | None = None  # like those of an .npz
     frame: Any = None
     schema: "TableSchema | None" = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> core_schema.CoreSchema:
+        """Return the schema of a setting, which does not validate the records."""
+        return core_schema.is_instance_schema(cls)
 
 
 @dataclass(frozen=True)
@@ -257,7 +264,7 @@ def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[
         return mean * channels, std * channels
     if len(mean) != channels:
         raise InputError(
-            f"--standardise {source.standardise} is for {len(mean)} channels, but the images of "
-            f"{source.path} have {channels}. Use --standardise half."
+            f"{{standardise=}}{source.standardise} is for {len(mean)} channels, but the images of "
+            f"{source.path} have {channels}. Use {{standardise=}}half."
         )
     return mean, std

@@ -128,7 +128,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         raise InputError(
             f"{path} needs a schema that declares its columns. Create a draft with: "
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
-            "--schema schema.yaml."
+            "{schema=}schema.yaml."
         )
     table = None if source.in_memory is None else table_of(source.in_memory.frame, source)
     file, declared = CsvFile(path, schema.encoding, schema.delimiter), schema.declared
@@ -146,7 +146,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     if schema.label is None and source.task is None:
         refuse(
             ["The schema declares no label: the column to predict"],
-            " Add it, or train a language model on texts: --task language-model.",
+            " Add it, or train a language model on texts: {task=}language-model.",
         )
     label = schema.label if source.task is None else None
     of_records = {} if label is None else {"y": _targets(label, rows)}
@@ -165,7 +165,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     good, left_out = rows.used(
         source.skip_bad,
         f" Correct {path} or its schema (missing: input accepts records without a value), or add "
-        "--skip-bad to leave these records out.",
+        "{skip_bad} to leave these records out.",
     )
     sides = {"": good}
     if schema.test is not None:
@@ -203,13 +203,13 @@ def read_inputs(
     names, wanted = column_kinds(file), [column.name for column in columns]
     named_by = named_by or ("id" if "id" in names else None)
     kept = [] if named_by is None else [named_by]
-    absent = [f"There is no column {n} for --id" for n in kept if n not in names]
+    absent = [f"There is no column {n} for {{id}}" for n in kept if n not in names]
     refuse([*_absent(wanted, names), *absent], f" {path} has the columns {', '.join(names)}.")
     rows = read_rows(file, tuple(dict.fromkeys([*wanted, *kept])), columns, skip_bad)
     inputs, *_ = _inputs(columns, rows, reader)
     good, left_out = rows.used(
         skip_bad,
-        f" Correct {path} to fit the schema of the model, or add --skip-bad to leave these "
+        f" Correct {path} to fit the schema of the model, or add {{skip_bad}} to leave these "
         "records out.",
     )
     ids = None

@@ -150,8 +150,8 @@ def read_schema(file: Path) -> TableSchema:
         fault = " ".join(str(failure).split())
         if isinstance(failure, OSError):
             fault = f"cannot be read ({failure.strerror or failure})"
-        raise InputError(f"--schema {file}: {fault}.") from failure
-    return schema_of(given, f"--schema {file}")
+        raise InputError(f"{{schema=}}{file}: {fault}.") from failure
+    return schema_of(given, f"{{schema=}}{file}")
 
 
 def schema_of(given: Any, origin: str) -> TableSchema:

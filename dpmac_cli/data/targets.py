@@ -115,7 +115,7 @@ def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str
     elif y.dtype.kind in "OU":
         names = sorted(set(map(str, y.ravel().tolist())))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
-        yield f"y{side} contains names. Declare them as class names: --classes {some}"
+        yield f"y{side} contains names. Declare them as class names: {{classes=}}{some}"
     elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield (
             f"y{side} must have one integer per record, such as y.ravel(), {of}. For several "
@@ -124,7 +124,7 @@ def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str
         )
     elif y.min(initial=0) < 0:
         yield (
-            f"y{side} contains a label that is no whole number from 0, and no name of --classes "
+            f"y{side} contains a label that is no whole number from 0, and no name of {{classes}} "
             "(numbers to predict need a range: target_low and target_high)"
         )
     elif most and y.max(initial=0) >= most:

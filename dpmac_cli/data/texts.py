@@ -16,7 +16,7 @@ from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 
 #: What to do about texts without an encoder.
-NEEDS_ENCODER = "Add an encoder: --backbone minilm, or --backbone FOLDER"
+NEEDS_ENCODER = "Add an encoder: {backbone=}minilm, or {backbone=}FOLDER"
 NO_TEXT = "has no text"
 
 
@@ -57,8 +57,8 @@ def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) ->
             continue
         if x.ndim != 1:
             raise InputError(
-                f"{name} must contain texts for this --backbone: x must be a list of str, one per "
-                "record."
+                f"{name} must contain texts for this {{backbone}}: x must be a list of str, one "
+                "per record."
             )
         texts = x.tolist()
         bad = [row for row, text in enumerate(texts) if not isinstance(text, str) or is_blank(text)]

@@ -62,10 +62,10 @@ def inspect(source: Source) -> DataFacts:
     elif path.suffix == ".npz" and path.is_file():
         arrays = read_npz(path, ("x", "y") if source.task is None else ("x",))
     elif not path.is_file():
-        raise InputError(f"--dataset {path}: no such file or folder.")
+        raise InputError(f"{{dataset=}}{path}: no such file or folder.")
     else:
         raise InputError(
-            f"--dataset {path} must be a folder with one folder of images per class, an .npz, "
+            f"{{dataset=}}{path} must be a folder with one folder of images per class, an .npz, "
             "or a table (.csv, .tsv, .parquet)."
         )
     read_arrays(arrays, source.texts, str(path))

@@ -34,7 +34,7 @@ def cnn(signature: Signature) -> nn.Module:
     if min(height, width) < 4:
         raise ModelError(
             f"The network cnn needs images of at least 4 by 4 pixels, but the shape of these is "
-            f"{signature.shape}. Use --model mlp."
+            f"{signature.shape}. Use {{model=}}mlp."
         )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:

@@ -86,8 +86,8 @@ def lite(name: str) -> nn.Module:
         base: Any = efficientnet_lite.EfficientNet
     except ImportError as failure:
         raise InputError(
-            f"--backbone {name}: the package efficientnet-lite-pytorch is missing. Install it with "
-            "pip install 'dpmac[backbones]'."
+            f"{{backbone=}}{name}: the package efficientnet-lite-pytorch is missing. Install it "
+            "with pip install 'dpmac[backbones]'."
         ) from failure
 
     class Features(base):  # type: ignore[misc]  # it has no types
@@ -106,7 +106,7 @@ def public_weights(name: str) -> PublicWeights:
 
     Raises InputError if they cannot be found or downloaded, or have another checksum.
     """
-    known, flag = BACKBONES[name], f"--backbone {name}"
+    known, flag = BACKBONES[name], f"{{backbone=}}{name}"
     if known.package:
         found = importlib.util.find_spec(known.package)
         folder = Path(found.origin).parent if found and found.origin else Path(known.package)

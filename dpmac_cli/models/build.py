@@ -60,7 +60,7 @@ def build_model(
         seed_all(seed)
         seen = seen_by_network(signature, features)
         if isinstance(model, UserModel):
-            network = _called(_find(model), f"--model {model}", seen)
+            network = _called(_find(model), f"{{model=}}{model}", seen)
         elif isinstance(model, BuiltIn):
             network = build_network(model.name, seen)
         elif isinstance(model, nn.Module):
@@ -173,7 +173,7 @@ def _find(model: UserModel) -> Callable[..., Any]:
     own = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
     offered = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__]
     known = f" Available: {', '.join(offered)}." if offered else ""
-    raise InputError(f"--model {model}: {model.place} has no callable '{model.factory}'.{known}")
+    raise InputError(f"{{model=}}{model}: {model.place} has no callable '{model.factory}'.{known}")
 
 
 def _module_name(place: str) -> str:
@@ -183,7 +183,7 @@ def _module_name(place: str) -> str:
 def _imported(model: UserModel) -> ModuleType:
     place = model.place
     if place.endswith(".py") and not Path(place).is_file():
-        raise InputError(f"--model {model}: no such file: {place}.")
+        raise InputError(f"{{model=}}{model}: no such file: {place}.")
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
@@ -195,7 +195,7 @@ def _imported(model: UserModel) -> ModuleType:
         return module
     except (Exception, SystemExit) as failure:
         raise InputError(
-            f"--model {model}: {place} cannot be imported: {what_failed(failure)}"
+            f"{{model=}}{model}: {place} cannot be imported: {what_failed(failure)}"
         ) from failure
 
 

@@ -62,7 +62,7 @@ def begin_at_names(
     vectors = class_vectors(texts, encoder, names)
     if not vectors.isfinite().all():
         raise InputError(
-            f"--backbone {encoder.kind}: its vectors of the names of classes are not finite. Use "
+            f"{{backbone=}}{encoder.kind}: its vectors of the names of classes are not finite. Use "
             "another encoder."
         )
     mean = vectors.mean(0)

@@ -258,17 +258,17 @@ class TextEncoder(FeatureKind):
         kinds = [name for name, family in FAMILIES.items() if family.causal]
         if self.config.causal and not self.config.family.causal:
             return (
-                f"are not continued by {self.config.form['model_type']}. For --task language-model "
-                f"use {FOLDER} of {', '.join(kinds)}."
+                f"are not continued by {self.config.form['model_type']}. For "
+                f"{{task=}}language-model use {FOLDER} of {', '.join(kinds)}."
             )
         if self.config.causal and inputs[0] != sum(n + WRITTEN for _, n in self.texts[:1]):
-            return "have other inputs. For --task language-model declare one column, of text."
+            return "have other inputs. For {task=}language-model declare one column, of text."
         most, longest = self.config.longest, max(n for _, n in self.texts)
         if longest <= most:
             return None
         return (
             f"may have {longest} tokens, but the encoder supports {most}. Declare text: {most} in "
-            f"the schema, or add --tokens {most} if there is none."
+            f"the schema, or add {{tokens=}}{most} if there is none."
         )
 
 
@@ -277,7 +277,7 @@ def read_encoder(named: str) -> TextEncoder:
 
     Raises InputError if a package or a file is missing, or the network is not supported.
     """
-    kind, flag = ENCODERS.get(named), f"--backbone {named}"
+    kind, flag = ENCODERS.get(named), f"{{backbone=}}{named}"
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise InputError(
             f"{flag} needs transformers, which is not installed: pip install 'dpmac[texts]'"
@@ -309,7 +309,7 @@ def _name_of(folder: Path) -> str:
     name = folder.resolve().name
     if not name.isprintable():
         raise InputError(
-            f"--backbone {name!a}: the name contains characters that cannot be displayed. Rename "
+            f"{{backbone=}}{name!a}: the name contains characters that cannot be displayed. Rename "
             "the folder."
         )
     return f"./{name}" if name in ENCODERS else name  # it is not the registered one

@@ -138,9 +138,9 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     name = head_of(network, shape)
     if name is None:
         raise ModelError(
-            "--train head is not supported for this network: it must end in a linear layer whose "
+            "{train=}head is not supported for this network: it must end in a linear layer whose "
             "output is the logits, and which is called once, on one row per sample, and shares no "
-            "parameter. Use --train all."
+            "parameter. Use {train=}all."
         )
     shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
     frozen = copy.deepcopy(network.eval(), shared)
@@ -281,4 +281,4 @@ def _shared(network: nn.Module) -> set[int]:
 
 
 def _missing(trained: Trained, why: str) -> ModelError:
-    return ModelError(f"--train {trained.part}: {why}. Train another part, or use --train all.")
+    return ModelError(f"{{train=}}{trained.part}: {why}. Train another part, or use {{train=}}all.")

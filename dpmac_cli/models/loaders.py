@@ -69,5 +69,5 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
         return
     raise InputError(
         f"The dataset {name} in {data_dir} is not the published one: {fault}. Remove its files, "
-        "or use another folder with --data-dir."
+        "or use another folder with {data_dir}."
     )

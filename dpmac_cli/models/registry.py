@@ -139,12 +139,12 @@ class Backbone(FeatureKind):
         if min(image[1:]) < LEAST_SIDE:
             return (
                 f"have {image[1]} x {image[2]} pixels, but a backbone needs at least {LEAST_SIDE} "
-                f"x {LEAST_SIDE}. Use --model mlp without a backbone."
+                f"x {LEAST_SIDE}. Use {{model=}}mlp without a backbone."
             )
         if image[0] not in (1, 3):
             return f"have {image[0]} channels, but a backbone needs 1 or 3."
         if self.size != known.size and not known.any_size:
-            return f"must be resized to {known.size}. Leave out --backbone-size."
+            return f"must be resized to {known.size}. Leave out {{backbone_size}}."
         return None
 
 

@@ -75,7 +75,7 @@ def check_size(encoder: TextEncoder) -> None:
         count = sum(parameter.numel() for parameter in network_of(encoder.config).parameters())
     if count > encoder.weight_bytes:
         for file in () if encoder.folder is None else weight_files(encoder.folder):
-            read_weights(file, f"--backbone {encoder.kind}")  # it may be damaged
+            read_weights(file, f"{{backbone=}}{encoder.kind}")  # it may be damaged
         raise InputError(
             f"The encoder {encoder.kind} has {count:,} parameters by its configuration, but the "
             f"file of its weights only {encoder.weight_bytes:,} bytes. Use the {CONFIG} that "
@@ -324,7 +324,7 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     Their vectors lose no direction yet; see :class:`Joined`. Raises InputError if they cannot be
     read, or have another checksum.
     """
-    kind, flag = encoder.registered, f"--backbone {encoder.kind}"
+    kind, flag = encoder.registered, f"{{backbone=}}{encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)
     parts = [read_weights(file, flag) for file in weight_files(encoder.folder)]
     found = parts[0]

@@ -244,7 +244,7 @@ def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
         raise ModelError(
             f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
             "batch and keeps statistics of them without noise. Use "
-            "nn.GroupNorm(groups, channels) instead, or add --fix-norm to replace it."
+            "nn.GroupNorm(groups, channels) instead, or add {fix_norm} to replace it."
         )
     if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
         raise ModelError(
@@ -483,5 +483,5 @@ def _mixed(model: nn.Module, name: str) -> ModelError:
     return ModelError(
         f"{where} computes something else for a batch than for one sample at a time, and "
         "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
-        f"other values than you meant. {remedy}. If you mean it, add --isolate."
+        f"other values than you meant. {remedy}. If you mean it, add {{isolate}}."
     )

@@ -125,7 +125,7 @@ class PublicWeights:
         fresh = {name for name in faults if head is not None and name.startswith(prefix)}
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
         if rest:
-            remedy = " Only one of them has batch norm; --fix-norm removes it from the network."
+            remedy = " Only one of them has batch norm; {fix_norm} removes it from the network."
             on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
                 f"{self.path} does not fit the network: {first_faults(rest)}. Only the "
@@ -152,7 +152,7 @@ def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
 
 
 def read_weights(
-    path: Path, flag: str = "--pretrained", sha256: str = "", remedy: str = ""
+    path: Path, flag: str = "{pretrained}", sha256: str = "", remedy: str = ""
 ) -> PublicWeights:
     """Read a safetensors file of public weights, or a known pickle of tensors.
 

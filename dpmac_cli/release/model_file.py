@@ -19,7 +19,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import InputError, ModelError, as_typed, first_fault
+from dpmac_cli.errors import InputError, ModelError, first_fault
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
@@ -36,12 +36,6 @@ CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
 #: Parameters that a network may have beyond those of its file and is built nevertheless: 64 MiB.
 MOST_MISSING = 1 << 24
-#: How to name a user-supplied network.
-IN_COMMAND = "If you trust it, add --model FILE.py:FACTORY."
-IN_PROGRAM = (
-    "Pass network= with an instance of {0}, a function that builds one, or the class itself; or, "
-    "if it is in a file, factory='FILE.py:{0}'."
-)
 WANTED = folder.WANTED_MODEL
 
 
@@ -199,7 +193,9 @@ def _network(
     if factory is None:
         raise ModelError(
             f"{file} has a user-supplied network, {facts.model.name}, which is not imported "
-            f"automatically. {as_typed(IN_COMMAND, IN_PROGRAM.format(named.factory))}"
+            "automatically. If you trust it, add --model FILE.py:FACTORY; in a program, pass "
+            f"network= with an instance of {named.factory}, a function that builds one, or the "
+            f"class itself, or factory='FILE.py:{named.factory}'."
         )
     return registry.parse_model(factory)
 

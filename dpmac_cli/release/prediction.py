@@ -135,7 +135,7 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
     if below is None and given["dataset"] is None:
         if known.own:
             raise InputError(
-                f"{file} was trained on your own data, {known.name}. Set --dataset to its path."
+                f"{file} was trained on your own data, {known.name}. Set {{dataset}} to its path."
             )
         given = {**given, "dataset": known.name}
     return below, settings_of_data(given, below)
@@ -160,8 +160,8 @@ def _facts_of_data(released: Released, below: Path | None, chosen: Settings) -> 
 
 
 #: What to do about records that cannot be used, and about files that are no records.
-REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
-REMOVE = " Remove such files, or add --skip-bad to leave them out."
+REMEDY = " Correct or remove them, or add {skip_bad} to leave them out."
+REMOVE = " Remove such files, or add {skip_bad} to leave them out."
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,7 @@ def _misfits(path: Path, kind: str, released: Released, id_column: str | None) -
     elif kind not in kinds:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
     if id_column is not None and facts.dataset.table is None:
-        yield f"--id {id_column} names a column, but {file} was not trained on a table."
+        yield f"{{id=}}{id_column} names a column, but {file} was not trained on a table."
 
 
 def _files(
@@ -439,7 +439,7 @@ def _continued(
     if released.reader is None or released.header.task.network is None:
         if (length, temperature) != (None, None):
             raise InputError(
-                "--length and --temperature are for language models, but "
+                "{length} and {temperature} are for language models, but "
                 f"{released.path} predicts {released.header.task.described}. Leave them out."
             )
         return None

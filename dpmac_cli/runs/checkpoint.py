@@ -77,5 +77,5 @@ def read(run: Path) -> Checkpoint:
         pass
     raise InputError(
         f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
-        f"--force --out {run}."
+        f"{{force}} and {{out=}}{run}."
     )

@@ -49,8 +49,8 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
         return torch.device("cuda", ranks.local)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices. "
-            "Use --device cpu or auto."
+            f"{{device=}}{name}: this machine has {torch.cuda.device_count()} CUDA devices. "
+            "Use {device=}cpu or auto."
         )
     return device
 

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -266,16 +266,17 @@ def remove(run: Path) -> None:
 def check_chosen_folder(folder: Path, force: bool) -> None:
     """Reject a folder for a new run: a file, a run without ``force``, or other files."""
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"--out {folder} is a file. Use a folder.")
+        raise InputError(f"{{out=}}{folder} is a file. Use a folder.")
     if not folder.exists() or all(map(is_leftover, folder.iterdir())):
         return
     if not holds_run(folder):
         raise InputError(
-            f"--out {folder} contains files that do not belong to a run. Use a new or empty folder."
+            f"{{out=}}{folder} contains files that do not belong to a run. Use a new or empty "
+            "folder."
         )
     if not force:
         raise InputError(
-            f"--out {folder} already contains a run. Use another folder, or add --force to "
+            f"{{out=}}{folder} already contains a run. Use another folder, or add {{force}} to "
             "replace it."
         )
     raise_errors(_in_the_way(folder))
@@ -283,7 +284,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
 
 def _in_the_way(folder: Path) -> Iterator[str]:
     """Yield why a run cannot be replaced: what is not dpmac's has the name of one of its files."""
-    remedy = "dpmac did not write it, so --force does not remove it. Move it, or use another --out."
+    remedy = "dpmac did not write it, so {force} does not remove it. Move it, or use another {out}."
     private = folder / CHECKPOINTS
     if private.is_file() and not private.is_symlink():
         yield f"{private} is a file, but dpmac needs a folder of that name. {remedy}"
@@ -331,7 +332,7 @@ def settings(run: Path) -> dict[str, Any]:
 def check_run_folder(run: Path) -> None:
     """Reject a folder without a run."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
-        raise InputError(f"--resume {run} is not a run folder: it contains no {CONFIG}.")
+        raise InputError(f"{{resume=}}{run} is not a run folder: it contains no {CONFIG}.")
 
 
 def command(words: str, run: Path) -> str:
@@ -349,7 +350,7 @@ def resume_command(run: Path) -> str:
     return command("train --resume", run)
 
 
-def resume_elsewhere_command(run: Path, changes: Sequence[str]) -> str:
+def resume_elsewhere_command(run: Path, changes: Iterable[str]) -> str:
     """Return the command that resumes a run into another folder with other settings."""
     return f"{resume_command(run)} --out NEW {' '.join(changes)}"
 
@@ -368,5 +369,5 @@ def _writable(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(
             f"The run folder {run} cannot be written to ({failure.strerror or failure}). "
-            "Make it writable, or use another --out."
+            "Make it writable, or use another {out}."
         ) from failure

@@ -233,7 +233,7 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
             _check_public(weights, plan.facts)
     if plan.private and carried_by(model):
         raise ModelError(
-            f"--model {named}: the network was trained by dpmac before, and epsilon would "
+            f"{{model=}}{named}: the network was trained by dpmac before, and epsilon would "
             "not count that. To train a run further, use dpmac train --resume RUN --out NEW; in a "
             "program, make_private(network, ...) adds up the costs."
         )
@@ -256,7 +256,7 @@ def record_shape(plan: Plan, *, own: bool) -> tuple[int, ...]:
         return facts.shape
     if plan.settings.augment is not None and facts.record != facts.shape:
         raise InputError(
-            f"--augmentations is for images with channels, but records of {facts.typed} have "
+            f"{{augmentations}} is for images with channels, but records of {facts.typed} have "
             f"the shape {facts.record}. Add a dimension of channels to the array: x[:, None]."
         )
     return facts.record
@@ -288,9 +288,9 @@ def _check_public(weights: PublicWeights, facts: DataFacts) -> None:
     name = weights.trained_on
     if name is not None and (name == facts.name or not weights.published):
         raise InputError(
-            f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
-            "public to a run on any of the same records, and epsilon would not cover what they "
-            "reveal. To train that run further, use dpmac train --resume RUN --out NEW, which "
+            f"{{pretrained}}: {weights.path} was trained on {name} by dpmac, so its weights are "
+            "not public to a run on any of the same records, and epsilon would not cover what "
+            "they reveal. To train that run further, use dpmac train --resume RUN --out NEW, which "
             "counts both. If no record of this run was used for them, save the weights without "
             "their origin: "
             f"python -c \"from safetensors.torch import *; save_file(load_file('{weights.path}'), "

@@ -7,17 +7,17 @@ from typing import Any
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import recipe_notes
-from dpmac_cli.config.flags import valid
+from dpmac_cli.config.flags import is_given
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
-from dpmac_cli.config.settings import DATA, SETTINGS, Settings
-from dpmac_cli.config.sources import Values, given_settings, over, read_yaml
+from dpmac_cli.config.settings import DATA, GROUPS, Settings
+from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, as_keywords
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 
@@ -27,7 +27,8 @@ class Resolved:
     """A validated plan, and notes for the user.
 
     Attributes:
-        notes: probable mistakes in settings, which no private record decides.
+        notes: probable mistakes in settings, which no private record decides; settings are in
+            braces, as in an error.
         chosen: what the recipe chose, with reasons.
     """
 
@@ -38,7 +39,7 @@ class Resolved:
     @property
     def private_notes(self) -> tuple[str, ...]:
         """Return notes about the records, for the person who holds them: do not publish or log."""
-        return checks.private_notes(self.plan)
+        return tuple(map(as_keywords, checks.private_notes(self.plan)))
 
 
 def resolve(
@@ -89,7 +90,7 @@ def read_facts(
     if isinstance(name, str) and name in DATASETS:
         if settings.unit is not None:
             raise InputError(
-                f"--unit {settings.unit}: {name} does not contain the units of records. Use "
+                f"{{unit=}}{settings.unit}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
         return DataFacts(**vars(DATASETS[name]), name=name)
@@ -133,19 +134,16 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     Raises:
         InputError: lists every fault found.
     """
-    errors: list[str] = []
-    found = {} if file is None else read_yaml(file, errors)
-    above = valid(Settings, values, errors).explicit
+    found, places = Written({}, {}) if file is None else read_yaml(file)
+    above = {name: value for name, value in values.items() if is_given(value)}
     below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
-            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
-            "path of a file of them, or pass them: dpmac_cli.score(run, data)."
+            f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "
+            "the path of a file of them, or pass them: dpmac_cli.score(run, data)."
         )
-    merged = over(above, valid(Settings, below, errors, f"{file}: ").explicit)
-    raise_errors(errors)
-    return Settings.model_validate(merged)
+    return Settings.model_validate(over(above, below), context=places)
 
 
 def _of_data(name: str) -> bool:
-    return name in SETTINGS and SETTINGS[name].group == DATA
+    return GROUPS.get(name) == DATA

@@ -15,11 +15,10 @@ from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import NOT_RECORDED, Plan
 from dpmac_cli.config.sources import by_setting, over, parse_settings, to_yaml
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.progress import Computing, heard_by
@@ -124,7 +123,7 @@ def _session(
     if ranks is None:
         check_single_process()
     elif plan.settings.canaries:
-        raise InputError("--canaries needs a run with one process. Leave it out.")
+        raise InputError("{canaries} needs a run with one process. Leave it out.")
     saved, ledger = before.saved, _ledger(plan, before)
     keys = make_keys(plan.settings.seed, base=ledger.base, part=len(ledger.before))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
@@ -192,7 +191,7 @@ def _limited(plan: Plan, account: Account) -> tuple[str, ...]:
     target, steps = account.kept_to, plan.event.steps
     if account.end >= steps:
         return ()
-    budget = f"--max-epsilon {plan.max_epsilon:g}"
+    budget = f"{{max_epsilon=}}{plan.max_epsilon:g}"
     if target < plan.max_epsilon:
         budget = f"the epsilon of {target:g} that the run was calibrated for"
     return (f"{budget} allows {account.end:,} of {steps:,} steps.",)
@@ -240,7 +239,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
     damaged = (
         f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of steps "
         "taken is unknown, and the run cannot be resumed. Start a new one, or replace it with "
-        f"--force --out {run}."
+        f"{{force}} and {{out=}}{run}."
     )
     # A ledger that was put back from a backup does not know the later parts of its run.
     if account is None or account.begun < step or len(account.before) < saved.record.parts:
@@ -299,7 +298,7 @@ def _check_changes(
     moved = set[str]()
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
-            remedy = "Put it back, or set --dataset to its new path."
+            remedy = "Put it back, or set {dataset} to its new path."
             if source.startswith("<"):
                 remedy = 'It was in memory in a program: pass it as {"dataset": ...}.'
             raise InputError(f"The run's data {source} was not found. {remedy}")
@@ -313,11 +312,12 @@ def _check_changes(
         moved.add("model")
     others = [n for n in given if n not in moved and str(given[n]) != str(before.get(n))]
     if refused := [n for n in others if (n in FIXED if elsewhere else n not in FREE)]:
-        flags = [f"--{flag_name(name)}" for name in refused]
+        named = [f"{{{name}}}" for name in refused]
         remedy = "Start a new run to change it."
         if not {*refused} & {*FIXED}:
-            remedy = f"To train with other settings: {folder.resume_elsewhere_command(run, flags)}"
-        raise InputError(f"{' and '.join(flags)} cannot change in a resume. {remedy}")
+            elsewhere_command = folder.resume_elsewhere_command(run, map(as_flags, named))
+            remedy = f"To train with other settings: {elsewhere_command}"
+        raise InputError(f"{' and '.join(named)} cannot change in a resume. {remedy}")
     with suppress(OSError, UnicodeDecodeError):
         text = (run / folder.CONFIG).read_text(encoding="utf-8")
         if _without_comments(text) != _without_comments(to_yaml(before)):
@@ -346,12 +346,12 @@ def _check_elsewhere(run: Path, plan: Plan, step: int) -> None:
     out, event = plan.settings.out, plan.event
     if out is not None and out.resolve() == run.resolve():
         raise InputError(
-            f"--out {out} is the run to resume. Leave --out out to resume it there with its "
+            f"{{out=}}{out} is the run to resume. Leave {{out}} out to resume it there with its "
             "settings, or use a new folder."
         )
     folder.check_place(plan)
     if event.steps <= step:
         raise InputError(
             f"{run} has already taken {step} steps, but {event.steps} are requested. Set "
-            f"--epochs (above {step // event.steps_per_epoch}) or --steps (above {step})."
+            f"{{epochs}} (above {step // event.steps_per_epoch}) or {{steps}} (above {step})."
         )

@@ -70,9 +70,8 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     except RunError as failure:
         if said is None:
             raise
-        raise RunError(
-            f"{failure} To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
-        ) from failure
+        way = f"To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
+        raise RunError([f"{error} {way}" for error in failure.errors]) from failure
 
 
 def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> None:

@@ -12,23 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dpmac_cli.config.flags import (
-    NUMBER,
-    Choice,
-    Flags,
-    Model,
-    Option,
-    Several,
-    flag_name,
-    is_given,
-    options,
-    unknown,
-    valid,
-)
-from dpmac_cli.config.named import PAPER, RECIPES, file_of
+from dpmac_cli.config.flags import NUMBER, Fields, Flags, Model, OneOf, Several, flag_name, valid
+from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, Settings
-from dpmac_cli.config.sources import by_flag, faults_of_model, over, read_yaml
+from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
+from dpmac_cli.config.sources import by_flag, layered
 from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
@@ -57,39 +45,27 @@ def read_values(
         file: YAML file with flag names as keys, and values or lists of values.
         errors: faults are added to these.
     """
-    known = {**SETTINGS, **options(model)}
-    typed = _listed(flags, known, errors)
-    given = {} if file is None else _listed(read_yaml(file, errors), known, errors, f"{file}: ")
-    if file is not None and "model" not in typed:
-        errors += faults_of_model(given.get("model", ()), file)
-    given = over(typed, given)
-    if (recipe := given.get("recipe", [""])[0]) in RECIPES:
-        del given["recipe"]
-        given = over(given, _listed(read_yaml(file_of(recipe), errors), known, errors))
-    own = {n: given.pop(n) for n in options(model) if n in given}
-    several = options(model)
-    own = {n: of if several[n].several else of[0] for n, of in own.items()}
-    return valid(model, own, errors), given
+    faults = list[str]()
+    given, places = layered(flags, file, several_runs=True)
+    own = {name: given.pop(name) for name in model.model_fields if name in given}
+    study = valid(model, own, faults, places)
+    values = {name: listed_values(name, value) for name, value in given.items()}
+    for name, of in values.items():
+        for value in of:
+            if not RANGE.fullmatch(str(value)):  # to draw from
+                valid(Settings, {name: value}, faults, places)
+    errors += dict.fromkeys(faults)
+    return study, {name: of for name, of in values.items() if name in SETTINGS}
 
 
-def listed_values(value: Any, option: Option) -> list[Any]:
+def listed_values(name: str, value: Any) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value."""
     if isinstance(value, list | tuple):
-        return [part for item in value for part in listed_values(item, option)]
+        return [part for item in value for part in listed_values(name, item)]
     if isinstance(value, bool) or not isinstance(value, str | int | float | Path):
         return [value]  # of a switch, or records in memory
     text = str(value)
-    return [text] if option.name in WITH_COMMAS else [part.strip() for part in text.split(",")]
-
-
-def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterable[str]:
-    """Return the faults of single values of settings of a run, without ranges to draw from."""
-    errors = list[str]()
-    for name, values in given.items():
-        for value in values:
-            if not RANGE.fullmatch(str(value)):
-                valid(Settings, {name: value}, errors)
-    return dict.fromkeys(errors)
+    return [text] if name in WITH_COMMAS else [part.strip() for part in text.split(",")]
 
 
 def resolved(
@@ -115,18 +91,6 @@ def resolved(
     return found, tuple(notes)
 
 
-def _listed(
-    values: Mapping[str, Any], known: Mapping[str, Option], errors: list[str], origin: str = ""
-) -> ValuesOf:
-    """Return lists of values by name, without those that are not given."""
-    errors += [f"{origin}{unknown(name, known)}" for name in values if name not in known]
-    return {
-        name: listed_values(value, known[name])
-        for name, value in values.items()
-        if is_given(value) and name in known
-    }
-
-
 #: Settings that do not distinguish runs, by the names of their flags.
 ASIDE = ("recipe", "secure", "device", "metric")
 #: Settings that a comparison does not have: those of one run.
@@ -135,16 +99,14 @@ NOT_STUDIED = (
     *("seed", "out", "force", "json", "quiet", "debug"),
 )
 #: Settings of a study besides the optimizers.
-STUDIED: Mapping[str, Option] = {
-    name: option for name, option in SETTINGS.items() if name not in NOT_STUDIED
-}
+STUDIED: Fields = {name: field for name, field in SETTINGS.items() if name not in NOT_STUDIED}
 #: Settings with one value in a study: its runs have the same records, split in the same way, so
 #: that their epsilons add up and no run tests on what another has trained on.
 ONE_VALUE = (
     "recipe",
     "metric",
     "dataset",
-    *(n for n, o in STUDIED.items() if o.group == DATA),
+    *(name for name in STUDIED if GROUPS[name] == DATA),
 )
 PAPERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.paper)
 Seed = Annotated[int, Field(ge=0, le=2**32)]
@@ -153,7 +115,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32)]
 class StudyFlags(Flags, frozen=True):
     """Flags of a study instead of those of a single run."""
 
-    optimizers: Several[Annotated[str, Choice(("paper", "all", *OPTIMIZERS))]] = ("paper",)
+    optimizers: Several[Annotated[str, OneOf(("paper", "all", *OPTIMIZERS))]] = ("paper",)
     """Optimizers to compare, paper for those of the paper, or all. [default: paper]"""
     seeds: Several[Seed] = (3,)
     """Number of seeds (5), or a list of seeds (3,7,8). [default: 3]"""
@@ -229,12 +191,12 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     own, given = read_values(StudyFlags, flags, None if file is None else Path(file), errors)
     for name in NOT_STUDIED[1:]:
         if name in given:
-            errors.append(f"--{flag_name(name)} is of a single run, not of a study: leave it out.")
+            errors.append(f"{{{name}}} is of a single run, not of a study: leave it out.")
     errors += _faults_of_several(given)
     known = {"paper": PAPERS, "all": tuple(OPTIMIZERS)}
     named = given.pop("optimizer", None) if "optimizers" not in own.explicit else None
     given.pop("optimizer", None)
-    raise_errors([*errors, *faults_of_values(given)])
+    raise_errors(errors)
     names = [one for name in named or own.optimizers for one in known.get(name, (name,))]
     few = len(own.seeds) == 1
     seeds = tuple(range(own.seeds[0])) if few else tuple(dict.fromkeys(own.seeds))
@@ -247,8 +209,8 @@ def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
         if len(given.get(name, ())) > 1:
             both = ",".join(map(str, given[name]))
             yield (
-                f"--{flag_name(name)} {both}: a study has one value of it, so that its runs have "
-                "the same records and their epsilons add up. Compare again with another --out."
+                f"{{{name}=}}{both}: a study has one value of it, so that its runs have "
+                "the same records and their epsilons add up. Compare again with another {out}."
             )
 
 
@@ -290,7 +252,7 @@ def _combinations(
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
-            if SETTINGS[name].group == OPTIMIZER and name not in used:
+            if GROUPS[name] == OPTIMIZER and name not in used:
                 flags.pop(name)
                 labels[name] = ""
         yield tuple((flag_name(name), label) for name, label in labels.items()), flags

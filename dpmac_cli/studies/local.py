@@ -22,7 +22,7 @@ import torch.multiprocessing as processes
 
 from dpmac_cli.data.image_folder import usable_cores
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_flags
+from dpmac_cli.errors import DpmacError, InputError, as_flags, explain_os_error
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs import checkpoint
@@ -107,7 +107,7 @@ def _failure(job: Future[str | None], run: Run, stopped: bool) -> str | None:
         return why
     return (
         f"it ended on another machine that was asked to stop, or its folder {run.folder} is not "
-        "visible here. Set --out to a folder on shared storage."
+        "visible here. Set {out} to a folder on shared storage."
     )
 
 
@@ -132,7 +132,6 @@ CONTEXT = processes.get_context("forkserver")
 SharedData = Mapping[str | Source, Data]
 
 
-@named_as_flags()  # the command that started this process shows its failures
 def train_job(run: Run, threads: int, data: Data | None = None) -> str | None:
     """Train a run, or resume it, until a signal arrives or the parent of its process has ended.
 
@@ -154,7 +153,7 @@ def train_job(run: Run, threads: int, data: Data | None = None) -> str | None:
     except KeyboardInterrupt:  # asked to stop before its first step
         pass
     except DpmacError as problem:
-        return str(problem)
+        return as_flags("\n".join(problem.errors))
     except OSError as problem:
         return explain_os_error(problem)
     except Exception as problem:  # noqa: BLE001  (the other runs continue in any case)

@@ -15,13 +15,13 @@ from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.defaults import EPSILON
-from dpmac_cli.config.flags import Flags, Option, flag_name
+from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
+from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.studies.grid import MOST, RANGE, faults_of_values, read_values, resolved
+from dpmac_cli.studies.grid import MOST, RANGE, read_values, resolved
 
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
@@ -37,20 +37,20 @@ RESTARTED = (
 )
 #: Settings that a search decides itself, and why.
 DECIDED: Mapping[str, str] = {
-    "sigma": "the noise is calibrated for the --epsilon of the whole search",
-    "max_epsilon": "the noise is calibrated for the --epsilon of the whole search",
+    "sigma": "the noise is calibrated for the {epsilon} of the whole search",
+    "max_epsilon": "the noise is calibrated for the {epsilon} of the whole search",
     "no_dp": "without privacy any search is free: use dpmac compare",
     "seed": "whoever knows the seed knows how many trials there were",
     "canaries": "an audit tests one run: use dpmac train --canaries",
     "force": "a search is only replaced by hand: delete its folder",
 }
 #: Settings that a search can draw.
-SEARCHED: Mapping[str, Option] = {
-    name: option
-    for name, option in SETTINGS.items()
-    if option.group in (TASK, OPTIMIZER, RECIPE)
+SEARCHED: Fields = {
+    name: field
+    for name, field in SETTINGS.items()
+    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
     and name not in ("dataset", "recipe", "class_weights", "shares")
-    and not option.switch
+    and not is_switch(field)
 }
 
 
@@ -166,14 +166,14 @@ def plan_search(
     errors: list[str] = []
     flags, values = read_values(SearchFlags, given, file, errors)
     errors += [
-        f"--{flag_name(name)} cannot be set in a search: {why}."
+        f"{{{name}}} cannot be set in a search: {why}."
         for name, why in DECIDED.items()
         if name in values
     ]
     drawn = tuple(_dimensions(values, errors))
     names = {dimension.name for dimension in drawn}
     shared = {n: of[0] for n, of in values.items() if n not in names} | {"cover_scores": True}
-    raise_errors(dict.fromkeys([*errors, *faults_of_values(values)]))
+    raise_errors(errors)
     mean = flags.trials
     if not drawn:
         drawn = (near_default(shared),)
@@ -191,7 +191,7 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
     """
     if "lr" in shared:
         raise_errors(
-            ["A search needs a setting to draw, such as --lr 1e-4:0.1, or no --lr to draw it."]
+            ["A search needs a setting to draw, such as {lr=}1e-4:0.1, or no {lr} to draw it."]
         )
     rate = resolve(shared).plan.optimizer.lr
     ends = (f"{rate / NEAR:.{DIGITS}g}", f"{rate * NEAR:.{DIGITS}g}")
@@ -201,9 +201,9 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
 def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[Dimension]:
     """Yield settings to draw, and add their faults to ``errors``."""
     for name, of in values.items():
-        said = f"--{flag_name(name)} {','.join(map(str, of))}"
+        said = f"{{{name}=}}{','.join(map(str, of))}"
         found = RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
-        found = found if SETTINGS[name].kind in (int, float) else None
+        found = found if kind_of(SETTINGS[name]) in (int, float) else None
         if found is None and len(of) == 1:
             continue
         if name not in SEARCHED:
@@ -214,7 +214,7 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
             yield Dimension(name, tuple(map(str, of)))
         else:
             low, high = of[0].split(":")
-            if SETTINGS[name].kind is int:
+            if kind_of(SETTINGS[name]) is int:
                 errors.append(f"{said}: it is a whole number. List its values, such as 5,10,20.")
             elif not 0 < float(low) < float(high):
                 errors.append(f"{said}: the ends must be above 0, and the first below the second.")

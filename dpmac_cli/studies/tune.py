@@ -95,7 +95,7 @@ def _check_free(out: Path, secret: Path) -> None:
     if not out.is_dir() or not all(map(folder.is_leftover, left)):
         folder.check_chosen_folder(out, force=True)
         if left:
-            raise InputError(f"--out {out} already contains a run. Use another folder.")
+            raise InputError(f"{{out=}}{out} already contains a run. Use another folder.")
     for path in left:
         _remove_leftover(path)
     missing = [place for place in (out, *out.absolute().parents) if not place.exists()]

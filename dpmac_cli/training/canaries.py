@@ -61,7 +61,7 @@ class Canaries:
         parameters = len(coordinates)
         if count > parameters:
             raise ModelError(
-                f"--canaries {count:,}: each canary needs its own parameter, but the model has "
+                f"{{canaries=}}{count:,}: each canary needs its own parameter, but the model has "
                 f"only {parameters:,}. Use fewer canaries or a larger model."
             )
         self._first, self._key = first, keys.canaries

@@ -243,7 +243,7 @@ class ChunkedSum(ABC):
                 if chunk == 1:
                     raise RunError(
                         "Memory ran out with a single sample at a time. Free some memory, or use "
-                        "a smaller --model or another --device."
+                        "a smaller {model} or another {device}."
                     ) from failure
                 chunk //= 2
                 continue

@@ -14,6 +14,7 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import (
     BudgetError,
+    as_keywords,
     counted,
 )
 from dpmac_cli.models.trial_samples import (
@@ -70,7 +71,7 @@ class PrivateProgram(Unshared):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
-        return (*self._notes, *[SEED_GIVEN] * self._account.seeded)
+        return tuple(map(as_keywords, (*self._notes, *[SEED_GIVEN] * self._account.seeded)))
 
     @property
     def private_notes(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class PrivateProgram(Unshared):
         """
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
         of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
-        return (*checks.private_notes(self._plan), *of_steps)
+        return tuple(map(as_keywords, (*checks.private_notes(self._plan), *of_steps)))
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size

@@ -239,9 +239,9 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
     added, margin = mechanism.rounding(size), 1 - clip_limit(mechanism.expected_batch)
     if added > ROUNDING_SHARE * margin:
         raise ModelError(
-            f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
-            f"add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
-            f"{margin:.1g} for all rounding. Use a smaller model, or leave out --secure."
+            f"The model has {size:,} parameters: rounding their sums to the grid of {{secure}} "
+            f"could add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
+            f"{margin:.1g} for all rounding. Use a smaller model, or leave out {{secure}}."
         )
 
 

@@ -15,8 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
-from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.encoders import ENCODERS
@@ -27,7 +27,7 @@ TRANSCRIPTS = Path(__file__).with_name("mistakes.md")
 HEADING = """# Mistakes
 
 What a newcomer plausibly types, what dpmac then says, and its exit code. `test_mistakes.py` holds
-the tool to it; typer's boxes are left out.
+the tool to it; lines on usage are left out.
 """
 BLOCK = re.compile(r"```\n\$ dpmac ([^\n]*)\n(.*?)\[exit (\d+)\]\n```", re.DOTALL)
 COMMAND = re.compile(r"^\$ dpmac (.*)$", re.MULTILINE)
@@ -138,7 +138,7 @@ def _set_scene_of_texts(folder: Path) -> None:
 
 
 def say(typed: str) -> tuple[str, int]:
-    """What a command prints, without typer's usage lines and boxes, and its exit code."""
+    """What a command prints, without lines on usage, and its exit code."""
     with mock.patch.object(sys, "path", [SITE, *sys.path]):
         result = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "80", "NO_COLOR": "1"})
     kept = filter(None, map(str.strip, result.output.splitlines()))
