@@ -23,12 +23,12 @@ from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.config.datasets import DATASETS, Dataset
+from dpmac_cli.config.networks import MODELS
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.models.build import build_network
 from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dpmac_cli import load_model
-from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 
 TOKENS, WORDS, BATCH = 24, 2000, 32

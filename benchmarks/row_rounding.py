@@ -23,7 +23,13 @@ from common import INSTRUCTIONS, parser_of
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, TRIED, Manner, find_manner, some_numbers
+from dpmac_cli.dp.clipping.batch_invariance import (
+    PERIOD,
+    TRIED,
+    RowFilling,
+    find_filling,
+    some_numbers,
+)
 
 #: Largest number of rows.
 MOST = 160
@@ -107,7 +113,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     def rows(n: int) -> Tensor:
         return base[:PERIOD].repeat(-(-n // PERIOD), *[1] * len(shape))[:n]
 
-    def odd(manner: Manner) -> list[int]:
+    def odd(manner: RowFilling) -> list[int]:
         numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)
         first = run(rows(numbers[0]))[:PERIOD].detach()
         found = {n: run(rows(n)).detach() for n in numbers}
@@ -115,8 +121,8 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
             n for n, out in found.items() if not torch.equal(out, first[torch.arange(n) % PERIOD])
         ]
 
-    manner = find_manner(run, base, MOST)
-    result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(Manner())}
+    manner = find_filling(run, base, MOST)
+    result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(RowFilling())}
     if manner is None:
         return result | {"alone": True}
     return result | {"full": manner.full, "left": odd(manner)}

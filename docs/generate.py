@@ -21,7 +21,9 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
 from dpmac_cli.cli.app import load_command
 from dpmac_cli.cli.options import group_of
+from dpmac_cli.config.datasets import DATASETS, Dataset
 from dpmac_cli.config.defaults import EPSILON, completed
+from dpmac_cli.config.facts import Source, dataset_of
 from dpmac_cli.config.flags import (
     OneOf,
     choices_of,
@@ -32,11 +34,9 @@ from dpmac_cli.config.flags import (
     kind_of,
     parts,
 )
+from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.settings import EXCLUSIVE, GROUPS, NOT_BOTH, SETTINGS, Settings
-from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.data.schema import Source, dataset_of
-from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.runs.resolve import resolve

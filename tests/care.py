@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import kstest, norm
 
-from dpmac_cli.data.schema import Source
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID

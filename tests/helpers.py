@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.facts import DataFacts, Source
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.plan import optimizer_of as optimizer_of_settings
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dpmac_cli import files
+from dpmac_cli.config.facts import Source
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import image_folder
 from dpmac_cli.data.cache import (
@@ -25,7 +26,6 @@ from dpmac_cli.data.cache import (
     kept_files,
     make_room,
 )
-from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import PART
 from dpmac_cli.models import dataset

@@ -17,7 +17,7 @@ import torch
 
 from dpmac_cli import ArrayData, resolve
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run
 from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates

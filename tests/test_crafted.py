@@ -21,9 +21,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dpmac_cli import ArrayData, resolve
+from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.errors import DpmacError, InputError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, unpacked
 from dpmac_cli.release.model_file import CHECKSUM

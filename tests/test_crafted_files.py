@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from dpmac_cli import bounded_yaml
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data import memory
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torchvision.datasets import mnist
 
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.facts import Records
 from dpmac_cli.data import published
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data, Split, fingerprint
 from dpmac_cli.models.loaders import load_data

@@ -20,8 +20,8 @@ from pyarrow import parquet
 from torch.utils.data import Dataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect, load
 from dpmac_cli.errors import InputError

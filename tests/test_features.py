@@ -22,7 +22,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.networks import (
+    BACKBONES,
+    FEATURES,
+    PARTS,
+    SCATTERED,
+    Backbone,
+    Trained,
+    parse_model,
+)
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import backbones, feature_cache
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
@@ -40,15 +49,6 @@ from dpmac_cli.models.features import (
     with_features,
 )
 from dpmac_cli.models.loaders import load_data
-from dpmac_cli.models.registry import (
-    BACKBONES,
-    FEATURES,
-    PARTS,
-    SCATTERED,
-    Backbone,
-    Trained,
-    parse_model,
-)
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published

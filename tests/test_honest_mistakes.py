@@ -31,7 +31,7 @@ from dpmac_cli import (
     tune,
 )
 from dpmac_cli.config.checks import private_notes
-from dpmac_cli.data.schema import InMemoryData, Source
+from dpmac_cli.config.facts import InMemoryData, Source
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search

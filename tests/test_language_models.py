@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
+from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.networks import Trained
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import read_encoder
-from dpmac_cli.models.registry import Trained
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 from dpmac_cli.release import prediction
 from dpmac_cli.tasks.known import METRICS

@@ -28,9 +28,9 @@ from dpmac_cli import (
     from_torch,
     resolve,
 )
+from dpmac_cli.config.facts import DataFacts, Source
 from dpmac_cli.data import user_data
 from dpmac_cli.data.image_folder import _white
-from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.units import units_in
 from dpmac_cli.data.user_data import inspect
@@ -483,7 +483,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.facts.signs.copies == 40
+    assert given.plan.facts.findings.copies == 40
     (note,) = [note for note in given.private_notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "name the unit of each record" in note

@@ -20,7 +20,7 @@ from torchvision import datasets
 
 import dpmac_cli
 from dpmac_cli.cli.app import app
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run

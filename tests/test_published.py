@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder

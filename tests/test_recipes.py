@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.class_weights import class_weights, shares_of
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, physical_batch, recipe_notes
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import as_flags
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.models.loaders import load_data

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpmac_cli.dp.clipping.batch_invariance import Manner
+from dpmac_cli.dp.clipping.batch_invariance import RowFilling
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import flatten_parameters
@@ -159,7 +159,7 @@ def trainer_of(optimizer: str, network: str = "own code") -> Trainer:
     trainer = make_trainer(
         optimizer, dtype=torch.float32, model=NETWORKS[network](), data=tiny_data(torch.float32)
     )
-    trainer.sums.manner = Manner(full=True)
+    trainer.sums.filling = RowFilling(full=True)
     return trainer
 
 
@@ -312,7 +312,7 @@ def on_fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmac_cli.models.fingerprint.Fingerprint.check", lambda *_: None)
     # Before the first step, trials compare numbers.
     monkeypatch.setattr(PerSample, "_try", recording_all)
-    monkeypatch.setattr(ChunkedSum, "_manner", lambda *_: (Manner(), ()))
+    monkeypatch.setattr(ChunkedSum, "_row_filling", lambda *_: (RowFilling(), ()))
     monkeypatch.setattr(RecordedChunkSum, "_recorded", lambda *_: LOOPED)
 
 

@@ -86,7 +86,7 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     x, y = np.zeros((40, 1)), np.arange(40) / 100
     data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
     found = resolve(dataset=data, batch_size=4, sigma=4).plan.facts
-    assert found.signs.copies == 0
+    assert found.findings.copies == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli import ArrayData, make_private, predict
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.loaders import load_data

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli import PrivateStep, ball, clipped_grad
-from dpmac_cli.dp.clipping.batch_invariance import Manner
+from dpmac_cli.dp.clipping.batch_invariance import RowFilling
 from dpmac_cli.dp.clipping.batches import Structure, tensors_in
 from dpmac_cli.models.trial_samples import Objective, fitted
 from dpmac_cli.randomness.sampling import Poisson
@@ -197,8 +197,8 @@ def test_a_recurrent_layer_may_list_its_weights_again(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does where each record is multiplied with weights of its own."""
-    found = iter([None, Manner()])
-    monkeypatch.setattr(chunks, "find_manner", lambda *_, **__: next(found))
+    found = iter([None, RowFilling()])
+    monkeypatch.setattr(chunks, "find_filling", lambda *_, **__: next(found))
     torch.manual_seed(0)
     net, batch = Recurrent(kind), (torch.randn(RECORDS, 4, COLUMNS), labels())
     expected = expected_sum(net, cross_entropy, batch)

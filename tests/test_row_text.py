@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from dpmac_cli import from_dataframe
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data.row_text import keys_of, plain_texts
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
 

@@ -22,9 +22,9 @@ import yaml
 from PIL import Image
 
 from dpmac_cli import from_dataframe, score
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data.column_schema import Column, as_cell
 from dpmac_cli.data.csv_file import CsvFile
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
 from dpmac_cli.data.table_schema import read_schema, schema_of
@@ -611,7 +611,7 @@ def test_a_category_without_a_record_is_said_of_its_own_column() -> None:
     found = inspect(
         Source(Path("t"), in_memory=from_dataframe(frame, schema), schema=schema_of(schema, ""))
     )
-    unused = [remark for remark in found.signs.remarks if "categor" in remark]
+    unused = [remark for remark in found.findings.remarks if "categor" in remark]
     assert len(unused) == 1
     assert "x of sex" in unused[0]
     assert "m of sex" not in unused[0]

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
+from dpmac_cli.config import encoders
+from dpmac_cli.config.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
+from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.config.networks import PARTS, Trained
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.data.schema import InMemoryData
-from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.errors import DpmacError, InputError, ModelError
-from dpmac_cli.models import encoders, text_encoder
-from dpmac_cli.models.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
+from dpmac_cli.models import text_encoder
 from dpmac_cli.models.features import LoraLinear, WithHead, freeze
-from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, on_texts, token_mask
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.trainer import Trainer
@@ -339,7 +340,7 @@ def test_no_record_rounds_another(part: str) -> None:
     for order in orders:
         found = torch.empty(len(x)).fill_(torch.nan)
         for rows in torch.split(order, sums.chunk):
-            filled = fill_rows(rows, sums.manner.rows(len(rows), sums.chunk))
+            filled = fill_rows(rows, sums.filling.rows(len(rows), sums.chunk))
             found[rows] = sums.per_sample(x[filled], y[filled])[0][: len(rows)]
         outputs.append(found)
     assert torch.equal(outputs[0], outputs[1])

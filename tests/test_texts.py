@@ -15,13 +15,13 @@ import yaml
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, predict, resolve, score
+from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.config.writing import WRITTEN, how_written
 from dpmac_cli.data.texts import as_inputs
-from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.class_names import NAME_SCALE
-from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, train

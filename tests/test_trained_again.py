@@ -34,7 +34,7 @@ from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.release.model_file import _account
 from dpmac_cli.release.model_file import load_model as loaded
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.training.lineage import attach, carried_by
+from dpmac_cli.training.carried_accounts import attach, carried_by
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits
 

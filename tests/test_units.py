@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dpmac_cli import ArrayData
+from dpmac_cli.config.facts import Source
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import user_data
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_in, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError

@@ -20,14 +20,14 @@ from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
 from dpmac_cli import ArrayData, load_model, make_private, predict
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.networks import BuiltIn, parse_model
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models.build import build_model, without_batch_norm
 from dpmac_cli.models.fingerprint import Fingerprint
-from dpmac_cli.models.registry import BuiltIn, parse_model
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.release.run import train

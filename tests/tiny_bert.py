@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.data.writing import how_written
-from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.config.writing import how_written
 
 WORDS = ("pain", "chest", "cough", "fever", "no", "since", "days", "mild", "severe", "the", "and")
 VOCABULARY = (

@@ -20,7 +20,7 @@ from statistics import mean, median, stdev
 import torch
 from torch import nn
 
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.files import data_folder
 
 BATCHES = {"mnist": 64, "cifar10": 2000}

@@ -23,6 +23,7 @@ from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import Argument, command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, valid
 from dpmac_cli.config.named import BEST, PAPER
@@ -38,7 +39,6 @@ from dpmac_cli.config.settings import (
     PrintJson,
     Settings,
 )
-from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.release.plots import KINDS, trade_offs, write_figure

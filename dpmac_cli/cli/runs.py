@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import Argument, JsonFlags, command
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder

@@ -18,6 +18,7 @@ from dpmac_cli.cli.options import (
     command,
     faults_of_file,
 )
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.flags import Flags, OneOf, SomePath
 from dpmac_cli.config.settings import (
     OWN_DATA,
@@ -27,7 +28,6 @@ from dpmac_cli.config.settings import (
     PrintJson,
     Quiet,
 )
-from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
+from dpmac_cli.config.facts import DataFacts, LeftOut, listed
+from dpmac_cli.config.networks import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Settings
-from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
-from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.known import is_loss_of_a_task
@@ -81,7 +81,7 @@ def _tested_twice(settings: Settings, facts: DataFacts) -> Iterator[str]:
 
     A unit is on one side only. Without units, each record is one, with its copies.
     """
-    tested = facts.signs.tested
+    tested = facts.findings.tested
     if tested and settings.cover_scores and not facts.unit:
         yield (
             f"{{cover_scores}}: {_copies(len(tested), 'test record', facts.typed)} of training "
@@ -211,12 +211,12 @@ def _notes_on_records(plan: Plan) -> Iterator[str]:
     found, dataset = plan.facts, plan.facts.typed
     if found.skipped:
         yield LeftOut(found.skipped, found.why).note(dataset)
-    tested = found.signs.tested
-    copies_matter = plan.private and not found.signs.expected
-    if found.signs.copies and copies_matter:
+    tested = found.findings.tested
+    copies_matter = plan.private and not found.findings.expected
+    if found.findings.copies and copies_matter:
         both = f" ({len(tested):,} of training records among test records)" * bool(tested)
         yield (
-            f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
+            f"{_copies(found.findings.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: name the unit "
             "of each record with {unit}, or in an .npz by an array unit."
         )
@@ -226,7 +226,7 @@ def _notes_on_records(plan: Plan) -> Iterator[str]:
             f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "
             "on them are too high. Leave them out on one side."
         )
-    yield from (f"{dataset}: {remark}." for remark in found.signs.remarks)
+    yield from (f"{dataset}: {remark}." for remark in found.findings.remarks)
     if found.untested and not plan.settings.cover_scores:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpmac_cli.config.datasets import DATASETS, Dataset, Defaults
+from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.named import BEST, PAPER
+from dpmac_cli.config.networks import BACKBONES, MODELS, SMALL, Scattered, Trained
 from dpmac_cli.config.settings import DELTA, Settings
-from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
-from dpmac_cli.models.encoders import read_encoder
-from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Scattered, Trained
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
 

@@ -11,11 +11,9 @@ from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
-from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
-from dpmac_cli.data.schema import DataFacts
-from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import TextEncoder, read_encoder
-from dpmac_cli.models.registry import (
+from dpmac_cli.config.encoders import TextEncoder, read_encoder
+from dpmac_cli.config.facts import DataFacts
+from dpmac_cli.config.networks import (
     BACKBONES,
     Backbone,
     BuiltIn,
@@ -25,6 +23,8 @@ from dpmac_cli.models.registry import (
     UserModel,
     parse_model,
 )
+from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
+from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 
 #: Settings that do not describe a run, which config.yaml does not have.

@@ -5,10 +5,10 @@ from dataclasses import replace
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import lonely
 from dpmac_cli.config.plan import Plan, calibrated, event_of, optimizer_of
 from dpmac_cli.config.settings import NEEDS, Settings
-from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import raise_errors
 
 

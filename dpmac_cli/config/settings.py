@@ -15,6 +15,10 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.encoders import ENCODERS
+from dpmac_cli.config.encoders import FOLDER as ENCODER_FOLDER
+from dpmac_cli.config.facts import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.config.flags import (
     NUMBER,
     Fields,
@@ -23,12 +27,8 @@ from dpmac_cli.config.flags import (
     SomePath,
 )
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
-from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
-from dpmac_cli.models.encoders import ENCODERS
-from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
-from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
+from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS, PARTS
+from dpmac_cli.config.tokens import MAX_TOKENS, MIN_TOKENS
 from dpmac_cli.optim import OPTIMIZERS, defaults_of
 from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi

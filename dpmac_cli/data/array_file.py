@@ -12,22 +12,22 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.copies import are_expected, copies_among, sides_of
-from dpmac_cli.data.memory import check_memory
-from dpmac_cli.data.ranges import remarks_on_ranges
-from dpmac_cli.data.schema import (
+from dpmac_cli.config.facts import (
     NAMED,
     NONE_LEFT_OUT,
     DataFacts,
+    Findings,
     LeftOut,
     Records,
-    Signs,
     Source,
     dataset_of,
     escaped,
     refuse,
 )
+from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.copies import are_expected, copies_among, sides_of
+from dpmac_cli.data.memory import check_memory
+from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
@@ -108,7 +108,7 @@ def read_dataset(
         skipped=tuple(map(escaped, left_out.records)),
         why=tuple(map(escaped, left_out.reasons)),
         untested=task.untested(sides[1].y),
-        signs=Signs(copies if units is None else 0, tested, tuple(remarks), expected),
+        findings=Findings(copies if units is None else 0, tested, tuple(remarks), expected),
         records=[Records(inputs_of(x, ends), task.encoded(y), units) for x, y, units in sides],
     )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.schema import Source, complaints, some_of
+from dpmac_cli.config.facts import Source, complaints, some_of
 from dpmac_cli.data.targets import check_classes
 from dpmac_cli.data.units import unit_name
 from dpmac_cli.errors import InputError, raise_errors

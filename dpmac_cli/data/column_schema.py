@@ -22,10 +22,9 @@ from pydantic import (
 )
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
-from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.config.tokens import MAX_TOKENS, MIN_TOKENS
+from dpmac_cli.config.writing import WRITTEN
 
-#: Default and limits of the number of tokens of a text, which has a first and a last.
-TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
 #: Characters that are trimmed from cells and from declared values.
 BLANKS = " \t\n\v\f\r"
 #: Encoding of tables that are text.

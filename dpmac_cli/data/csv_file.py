@@ -20,8 +20,8 @@ import pyarrow as pa
 from pyarrow import compute
 from pyarrow import csv as arrow_csv
 
+from dpmac_cli.config.facts import refuse
 from dpmac_cli.data.column_schema import UTF8
-from dpmac_cli.data.schema import refuse
 from dpmac_cli.errors import InputError
 
 #: Characters that may separate columns without a declaration: the most frequent in the header does.

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from dpmac_cli.config.facts import Source, complaints
 from dpmac_cli.data.cache import WHOLE, Computed, Rows, complete, kept_file
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
-from dpmac_cli.data.schema import Source, complaints
 from dpmac_cli.errors import RunError, raise_errors
 from dpmac_cli.files import cache_folder
 from dpmac_cli.libraries import torch, torch_data

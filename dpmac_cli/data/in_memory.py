@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.facts import Records
 from dpmac_cli.data.array_file import channels_first
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import sklearn_datasets, vision_datasets
 
@@ -19,7 +19,7 @@ def read_published(name: str, data_dir: Path, download: bool) -> list[Records]:
     """Return the training and test records of a registered dataset.
 
     Args:
-        name: key of :data:`dpmac_cli.data.registry.DATASETS`.
+        name: key of :data:`dpmac_cli.config.datasets.DATASETS`.
         data_dir: folder of its files.
         download: whether to download missing files.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.schema import NAMED, Source, escaped
+from dpmac_cli.config.facts import NAMED, Source, escaped
 from dpmac_cli.tasks.target import Target
 
 #: Share of the values of a column that counts as nearly all, and share above which values outside

@@ -11,11 +11,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
+from dpmac_cli.config.facts import NAMED, LeftOut, Source, refuse, some_of
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.csv_file import UTF16, CsvFile
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.row_text import keys_of
-from dpmac_cli.data.schema import NAMED, LeftOut, Source, refuse, some_of
 from dpmac_cli.data.table_cells import (
     YEAR,
     BoolArray,
@@ -30,7 +31,6 @@ from dpmac_cli.data.table_cells import (
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
-from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.units import NOT_TEXT, text_of, unit_name, units_in
 from dpmac_cli.errors import InputError
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.config.facts import NAMED, Source, refuse
 from dpmac_cli.data.column_schema import faults_of_range
-from dpmac_cli.data.schema import NAMED, Source, refuse
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.config.facts import Source
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.class_folders import ClassFolders
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.texts import as_inputs, is_blank
-from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.units import Faults
 
 SUFFIX = ".txt"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.schema import refuse
-from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.data.writing import WRITTEN, how_written
+from dpmac_cli.config.facts import refuse
+from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.config.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 
 #: What to do about texts without an encoder.

@@ -5,9 +5,9 @@ Never imports torch. All faults of the files are reported together.
 
 from collections.abc import Sequence
 
+from dpmac_cli.config.facts import TABLES, DataFacts, Records, Source, left_out
 from dpmac_cli.data.array_file import read_dataset, read_npz
 from dpmac_cli.data.image_folder import read_images
-from dpmac_cli.data.schema import TABLES, DataFacts, Records, Source, left_out
 from dpmac_cli.data.table import read_table
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays

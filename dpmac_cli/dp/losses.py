@@ -17,6 +17,13 @@ from torch.nn.functional import (
     mse_loss,
 )
 
+from dpmac_cli.dp.torch_errors import (
+    DIFFERENTIATED,
+    HELD_DTYPE,
+    differentiates,
+    mixes_dtypes,
+    what_failed,
+)
 from dpmac_cli.dp.weights import (
     Weigh,
     WeightsApart,
@@ -26,13 +33,6 @@ from dpmac_cli.dp.weights import (
     relative,
 )
 from dpmac_cli.errors import ModelError
-from dpmac_cli.torch_errors import (
-    DIFFERENTIATED,
-    HELD_DTYPE,
-    differentiates,
-    mixes_dtypes,
-    what_failed,
-)
 
 #: Takes outputs, shape (samples, outputs), and targets, shape (samples,) for classes, otherwise
 #: like the outputs. Returns shape (samples,).

@@ -24,8 +24,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.torch_errors import type_and_place
 
 #: Takes inputs and labels of some rows, and the network's outputs, shape (rows, ...). Returns a
 #: weight per row, shape (rows,): any number, cut to [0, 1] by :func:`bounded`.

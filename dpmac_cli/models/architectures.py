@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from dpmac_cli.data.registry import Signature
+from dpmac_cli.config.datasets import Signature
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.errors import ModelError
 from dpmac_cli.libraries import vision_models

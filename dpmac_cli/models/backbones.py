@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.hub import download_url_to_file, get_dir
 from torch.nn.functional import interpolate, layer_norm
 
-from dpmac_cli.data.registry import Signature
+from dpmac_cli.config.datasets import Signature
+from dpmac_cli.config.networks import BACKBONES, TORCHVISION_WEIGHTS, Backbone
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import efficientnet_lite, vision_models
-from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
 #: Bounds that normalised features are clipped to. Few exceed them, so the head sees no outliers.

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpmac_cli.data.registry import Signature
+from dpmac_cli.config.datasets import Signature
+from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.networks import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
+from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
-from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
-from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.text_encoder import CausalModel, TextFeatures, on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
-from dpmac_cli.torch_errors import what_failed
 
 #: A network of the program that runs: its class, a function that builds it, or an instance.
 Network = nn.Module | Callable[..., nn.Module]
@@ -44,7 +44,7 @@ def build_model(
     """Return a freshly initialised, validated network that maps images to logits.
 
     Args:
-        model: result of :func:`~dpmac_cli.models.registry.parse_model`, or a network of the
+        model: result of :func:`~dpmac_cli.config.networks.parse_model`, or a network of the
             program; an instance is copied.
         signature: shape of a record, its standardisation, and the number of outputs.
         seed: seed of the initial weights; global generators are not changed.

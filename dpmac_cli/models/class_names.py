@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dpmac_cli.config.encoders import TextEncoder, reader_of
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import TextEncoder, reader_of
 from dpmac_cli.models.text_encoder import TextFeatures
 
 #: Largest number of tokens of a name; what is longer is not read.

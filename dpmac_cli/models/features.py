@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dpmac_cli.config.networks import SCATTERED, Trained
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.registry import SCATTERED, Trained
 from dpmac_cli.models.scattering import Scattering
 
 T = TypeVar("T")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
+from dpmac_cli.config.datasets import DATASETS, Dataset
+from dpmac_cli.config.facts import DataFacts, Records, Source
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.published import read_published
-from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.data.schema import DataFacts, Records, Source
 from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own
@@ -26,7 +26,7 @@ def load_data(
     """Load a dataset onto a device.
 
     Args:
-        chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
+        chosen: a key of :data:`dpmac_cli.config.datasets.DATASETS`, or your own dataset.
         data_dir: folder of registered datasets, also for downloads if ``download``.
         found: facts of your own dataset, read when the run was configured.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dpmac_cli.models.registry import SHRINK
+from dpmac_cli.config.networks import SHRINK
 
 ANGLES = 8
 #: Periods of a filter's spectrum on each side that alias when sampled; others are 0 to rounding.

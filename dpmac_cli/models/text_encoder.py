@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dpmac_cli.data.writing import WRITTEN
-from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.libraries import transformers
-from dpmac_cli.models.encoders import (
+from dpmac_cli.config.encoders import (
     CONFIG,
     EncoderConfig,
     TextEncoder,
@@ -28,6 +25,9 @@ from dpmac_cli.models.encoders import (
     transformers_config,
     weight_files,
 )
+from dpmac_cli.config.writing import WRITTEN
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.libraries import transformers
 from dpmac_cli.models.features import LoraLinear, WithHead, by_threads
 from dpmac_cli.models.weights import PublicWeights, read_weights, stored
 

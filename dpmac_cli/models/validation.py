@@ -23,17 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, parts_by_name, tensors_in
 from dpmac_cli.dp.clipping.one_sample import SINGLE
 from dpmac_cli.dp.clipping.vmap_support import constant_draws
-from dpmac_cli.errors import DpmacError, ModelError
-from dpmac_cli.models.fingerprint import Fingerprint
-from dpmac_cli.models.modes import evaluating
-from dpmac_cli.models.trial_samples import NAMED, Trial, device_of, dtype_of
-from dpmac_cli.torch_errors import (
+from dpmac_cli.dp.torch_errors import (
     DIFFERENTIATED,
     HELD_DTYPE,
     differentiates,
     mixes_dtypes,
     what_failed,
 )
+from dpmac_cli.errors import DpmacError, ModelError
+from dpmac_cli.models.fingerprint import Fingerprint
+from dpmac_cli.models.modes import evaluating
+from dpmac_cli.models.trial_samples import NAMED, Trial, device_of, dtype_of
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)

@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import short
-from dpmac_cli.data.registry import Signature
-from dpmac_cli.data.tokens import TextReader
+from dpmac_cli.config import networks as registry
+from dpmac_cli.config.datasets import Signature
+from dpmac_cli.config.encoders import EncoderConfig, TextEncoder, reader_of
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
-from dpmac_cli.models import registry, weights
+from dpmac_cli.models import weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder
-from dpmac_cli.training.lineage import attach
+from dpmac_cli.training.carried_accounts import attach
 
 #: A model file, its weights, its facts, and these as validated.
 ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], "Header"]

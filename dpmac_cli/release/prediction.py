@@ -13,12 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
-from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
-from dpmac_cli.data.in_memory import as_array
-from dpmac_cli.data.schema import (
+from dpmac_cli.config.facts import (
     NONE_LEFT_OUT,
     TABLES,
     DataFacts,
@@ -28,11 +23,16 @@ from dpmac_cli.data.schema import (
     left_out,
     refuse,
 )
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
+from dpmac_cli.data.class_folders import is_hidden
+from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
+from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.table import read_inputs
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_arrays
-from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, data_folder, to_csv, write_atomically
 from dpmac_cli.models.build import Network

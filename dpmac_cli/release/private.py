@@ -14,9 +14,9 @@ from dpmac_cli.accounting.account import check_composable
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
+from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
@@ -29,8 +29,8 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
+from dpmac_cli.training.carried_accounts import carried_by, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.lineage import carried_by, parts_held_by
 from dpmac_cli.training.private_program import PrivateProgram
 from dpmac_cli.training.private_step import NO_SEED
 

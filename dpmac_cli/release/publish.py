@@ -13,9 +13,9 @@ import safetensors.torch
 from dpmac_cli import __version__, files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import WithHead
 from dpmac_cli.models.text_encoder import adapter_of
 from dpmac_cli.release import audit, report

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.data.registry import Constants, Signature, constants_of
+from dpmac_cli.config.datasets import Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.release.report_privacy import PrintableText, Privacy, Said
 from dpmac_cli.runs import folder, ledger

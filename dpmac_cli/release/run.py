@@ -10,11 +10,11 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
+from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs.session import Reduced, Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run
-from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
 
 RunEvent: TypeAlias = Started | Update | Reduced | Finished

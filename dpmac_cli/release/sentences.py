@@ -17,11 +17,11 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.config.class_weights import class_weights
+from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.facts import listed
+from dpmac_cli.config.networks import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.data.schema import listed
 from dpmac_cli.files import finite_or_none
-from dpmac_cli.models.encoders import TextEncoder
-from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.optim.optimizer import InBall
 from dpmac_cli.release.report_privacy import (
     Computed,

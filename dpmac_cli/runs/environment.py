@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.dp.clipping.batch_invariance import TRIED, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, find_filling
 from dpmac_cli.dp.clipping.per_sample import BY_ROW
 from dpmac_cli.dp.precision import Arithmetic, full_float32
 from dpmac_cli.errors import InputError
@@ -111,7 +111,7 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
         result: Tensor = network(x)
         return result
 
-    manner = find_manner(run, base, CHUNK)
+    manner = find_filling(run, base, CHUNK)
     return BY_ROW if manner is None else manner.note
 
 

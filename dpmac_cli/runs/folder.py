@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from dpmac_cli.bounded_yaml import ValueLoader, read_text
+from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import PART, PRIVATE_MODE, write_atomically
-from dpmac_cli.models.registry import UserModel, parse_model
 
 #: Folder of runs without --out.
 RUNS = Path("runs")

@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.facts import DataFacts
+from dpmac_cli.config.networks import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.files import cache_folder, data_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.loaders import load_data
-from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.training.lineage import carried_by
+from dpmac_cli.training.carried_accounts import carried_by
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,19 @@ from typing import Any
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
+from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import recipe_notes
+from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.facts import DataFacts, InMemoryData, Source
 from dpmac_cli.config.flags import is_given
+from dpmac_cli.config.networks import BACKBONES
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
 from dpmac_cli.config.settings import DATA, GROUPS, Settings
 from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml
-from dpmac_cli.data.column_schema import TOKENS
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
+from dpmac_cli.config.tokens import TOKENS, TextReader
 from dpmac_cli.data.table_schema import TableSchema, read_schema
-from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, as_keywords
-from dpmac_cli.models.encoders import read_encoder
-from dpmac_cli.models.registry import BACKBONES
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import NOT_RECORDED, Plan
 from dpmac_cli.config.sources import by_setting, over, parse_settings, to_yaml
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
@@ -31,7 +32,6 @@ from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer, unit_of
 from dpmac_cli.runs.workers import brief_workers
-from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
 from dpmac_cli.training.step import account_facts
 

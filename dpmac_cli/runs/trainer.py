@@ -22,10 +22,10 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.training.canaries import Canaries
+from dpmac_cli.training.carried_accounts import attach
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
-from dpmac_cli.training.lineage import attach
 from dpmac_cli.training.private_scores import PrivateScore, release_score
 from dpmac_cli.training.step import Step, mechanism_of
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.config.facts import listed
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import by_flag, by_setting
-from dpmac_cli.data.schema import listed
+from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
@@ -20,7 +21,6 @@ from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 
 

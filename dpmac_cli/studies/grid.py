@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import NUMBER, Fields, Flags, Model, OneOf, Several, flag_name, valid
 from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
 from dpmac_cli.config.sources import by_flag, layered
-from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs.resolve import Resolved, resolve

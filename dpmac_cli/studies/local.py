@@ -20,8 +20,9 @@ from typing import Protocol
 import torch
 import torch.multiprocessing as processes
 
+from dpmac_cli.config.facts import Source
 from dpmac_cli.data.image_folder import usable_cores
-from dpmac_cli.data.schema import Source
+from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import DpmacError, InputError, as_flags, explain_os_error
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.run import RunEvent, resume, train
@@ -32,7 +33,6 @@ from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
-from dpmac_cli.torch_errors import what_failed
 
 #: Seconds between requests to stop.
 PATIENCE = 0.2

@@ -15,10 +15,10 @@ from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.defaults import EPSILON
+from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
-from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import MOST, RANGE, read_values, resolved

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Name of the task in commands and reports.
 LANGUAGE_MODEL = "language-model"
-#: Its network, a name of :data:`dpmac_cli.models.registry.MODELS` that no other task uses.
+#: Its network, a name of :data:`dpmac_cli.config.networks.MODELS` that no other task uses.
 NETWORK = "causal"
 
 

@@ -17,10 +17,10 @@ from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batch_invariance import (
     TRIED,
-    Manner,
+    RowFilling,
     RunNetwork,
     fill_rows,
-    find_manner,
+    find_filling,
     rounded_up,
     without_zeros,
 )
@@ -42,13 +42,13 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
 from dpmac_cli.dp.precision import Arithmetic
+from dpmac_cli.dp.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError, ModelError, RunError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices
-from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.recorded_sum import RecordedChunkSum
 
@@ -92,7 +92,7 @@ class ChunkedSum(ABC):
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
         per_sample: the network on each sample alone.
-        manner: how the network is run, so that no row depends on the others.
+        filling: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
         arithmetic: settings of torch in this trial, with which steps must compute.
@@ -136,7 +136,7 @@ class ChunkedSum(ABC):
         )
         self._sum = torch.empty_like(self.theta)
         self.unchanged = Fingerprint(model, self.trained)
-        self.manner, self.notes = self._manner()
+        self.filling, self.notes = self._row_filling()
         if idle := ", ".join(self.per_sample.idle):
             self.notes = (*self.notes, IDLE.format(idle))
         self.unchanged.check(DURING)
@@ -156,7 +156,7 @@ class ChunkedSum(ABC):
                     "make_private: network.float()"
                 )
 
-    def _manner(self) -> tuple[Manner, tuple[str, ...]]:
+    def _row_filling(self) -> tuple[RowFilling, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes."""
         (base, _), (_, label) = map(self.per_sample.made_up, (TRIED, 1))
 
@@ -166,26 +166,26 @@ class ChunkedSum(ABC):
                 return self.per_sample.observed(x, y)
 
         if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
-            return Manner(), self.per_sample.notes
-        manner = self._tried(run, base)
-        if manner is None:
+            return RowFilling(), self.per_sample.notes
+        filling = self._tried(run, base)
+        if filling is None:
             self.per_sample.multiply_each_record_alone()
             self.chunk = min(self.chunk, self.per_sample.most)
             with suppress(ModelError):  # raised where the network reads the value of a weight
-                manner = self._tried(run, base)
-        if manner is None:
+                filling = self._tried(run, base)
+        if filling is None:
             self.per_sample.run_in_a_loop(ROUNDED)
             self.chunk = min(self.chunk, self.per_sample.most)
-            manner = Manner()
-        return manner, (*self.per_sample.notes, *filter(None, [manner.note]))
+            filling = RowFilling()
+        return filling, (*self.per_sample.notes, *filter(None, [filling.note]))
 
-    def _tried(self, run: RunNetwork, base: Any) -> Manner | None:
+    def _tried(self, run: RunNetwork, base: Any) -> RowFilling | None:
         """Return a way in which ``run`` treats records alike; fewer at a time than fit, if any."""
         chunk = self.chunk
         while True:
             try:
                 with without_zeros(self.theta), without_gradients(self._parameters):
-                    return find_manner(run, base, chunk)
+                    return find_filling(run, base, chunk)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure) or chunk == 1:
                     raise
@@ -235,7 +235,7 @@ class ChunkedSum(ABC):
             end = begin + _evenly(len(drawn) - begin, chunk)
             try:
                 inputs, labels = self._read(drawn, slice(begin, end), step)
-                rows = self.manner.rows(end - begin, chunk)
+                rows = self.filling.rows(end - begin, chunk)
                 self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, rows)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):

@@ -18,11 +18,11 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     unaffected,
 )
 from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.tasks.task import Results, Task
-from dpmac_cli.torch_errors import code_of_network
 
 #: Number of records to score at a time, and largest number of values in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
+from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness import sampling
 from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
-from dpmac_cli.torch_errors import type_and_place
 
 #: Records whose contents identify a dataset, evenly spaced.
 PROBES = 16

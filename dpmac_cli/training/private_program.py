@@ -21,11 +21,11 @@ from dpmac_cli.models.trial_samples import (
     trained_parts,
 )
 from dpmac_cli.randomness.keystream import Unshared, make_keys
-from dpmac_cli.training.distributed import check_single_process
-from dpmac_cli.training.lineage import (
+from dpmac_cli.training.carried_accounts import (
     Parts,
     accounts_of,
 )
+from dpmac_cli.training.distributed import check_single_process
 from dpmac_cli.training.step import Step, account_facts
 
 #: Private note on weights that were cut.

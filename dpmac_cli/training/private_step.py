@@ -12,12 +12,12 @@ from torch.utils.data import default_collate
 
 from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
 from dpmac_cli.config import checks
+from dpmac_cli.config.datasets import Defaults
 from dpmac_cli.config.defaults import physical_batch
+from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan as plan_run
 from dpmac_cli.config.sources import given_settings
-from dpmac_cli.data.registry import Defaults
-from dpmac_cli.data.schema import DataFacts
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
     Batch,
@@ -49,13 +49,13 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.training.chunks import BatchSum
-from dpmac_cli.training.lineage import (
+from dpmac_cli.training.carried_accounts import (
     ACCOUNT,
     attach,
     carried_by,
     parts_held_by,
 )
+from dpmac_cli.training.chunks import BatchSum
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
     REPLACED,

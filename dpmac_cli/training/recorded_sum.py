@@ -21,8 +21,8 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.norms import Mask, RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.torch_errors import out_of_memory, type_and_place
 from dpmac_cli.randomness.layers import forked
-from dpmac_cli.torch_errors import out_of_memory, type_and_place
 
 #: Times that a chunk is computed before it is recorded: libraries allocate their workspaces then.
 BEFORE = 2

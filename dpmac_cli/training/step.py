@@ -27,6 +27,7 @@ from dpmac_cli.dp.geometry import (
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import (
     DivergedError,
     ModelError,
@@ -34,7 +35,6 @@ from dpmac_cli.errors import (
 from dpmac_cli.randomness.keystream import Unshared
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
-from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.distributed import Ranks

@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import ConcatDataset, Subset
 
 from dpmac_cli.data.in_memory import ArrayData, ArrayFacts
+from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import forked, seed_all
-from dpmac_cli.torch_errors import type_and_place
 
 
 def from_torch(

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.models.encoders import ENCODERS
+from dpmac_cli.config.encoders import ENCODERS
 from tests.digits_runs import contents
 from tests.tiny_bert import write_encoder, write_network
 

@@ -21,8 +21,8 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     PERIOD,
     TRIALS,
     TRIED,
-    Manner,
-    find_manner,
+    RowFilling,
+    find_filling,
 )
 from dpmac_cli.dp.clipping.matmul import matmul
 from dpmac_cli.dp.clipping.norms import roundoff
@@ -282,7 +282,7 @@ class Odd(nn.Module):
 def found(kind: str, *more: nn.Module, fixed: bool = False) -> Any:
     # A layer without products, which libraries round in their own ways.
     network = nn.Sequential(nn.Tanh(), Odd(kind), nn.ReLU(), *more)
-    return find_manner(network, torch.randn(TRIED, 3), 50, fixed=fixed)
+    return find_filling(network, torch.randn(TRIED, 3), 50, fixed=fixed)
 
 
 @pytest.mark.promise("alone")
@@ -295,16 +295,16 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     def run(x: Tensor) -> Tensor:
         return x + ONE_ULP * torch.arange(len(x)).view(-1, 1) * (x > 0)
 
-    assert find_manner(run, base, 50) is None
+    assert find_filling(run, base, 50) is None
 
 
 @pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("nothing", Manner()),
-        ("number", Manner(full=True)),
-        ("tail", Manner(full=True)),
+        ("nothing", RowFilling()),
+        ("number", RowFilling(full=True)),
+        ("tail", RowFilling(full=True)),
         ("place", None),
     ],
 )
@@ -316,12 +316,12 @@ def test_a_network_whose_rows_depend_on_others_runs_in_another_way(
 
 @pytest.mark.promise("alone")
 def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
-    assert found("number", fixed=True) == Manner(full=True)
+    assert found("number", fixed=True) == RowFilling(full=True)
     assert found("place", fixed=True) is None
 
 
 def test_random_numbers_are_not_taken_for_rounding() -> None:
-    assert found("nothing", nn.Dropout(0.5)) == Manner()
+    assert found("nothing", nn.Dropout(0.5)) == RowFilling()
     assert found("place", nn.Dropout(0.5)) is None
 
 
@@ -337,8 +337,8 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     refusals: int, note: str, vmapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = walk(make_trainer("dp-macadam"), 3)
-    found = iter([*[None] * refusals, Manner()])
-    monkeypatch.setattr(chunks, "find_manner", lambda *_, **__: next(found))
+    found = iter([*[None] * refusals, RowFilling()])
+    monkeypatch.setattr(chunks, "find_filling", lambda *_, **__: next(found))
     trainer = make_trainer("dp-macadam")
     assert note in trainer.notes[0]
     assert trainer.sums.per_sample.vmapped is vmapped
@@ -389,7 +389,7 @@ def test_rounding_that_a_kink_hides_is_found(seed: int, build: Callable[[], nn.M
         record = torch.randn(1, 10), torch.randn(1)
         assert sums.per_sample.vmapped, sums.notes
         for samples in (20, 19):
-            rows = sums.manner.rows(samples, sums.chunk)
+            rows = sums.filling.rows(samples, sums.chunk)
             copies = tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in record)
             results = sums.per_sample.observed(copies, ())
             assert len(results) > 4
@@ -414,10 +414,10 @@ def test_a_network_that_cannot_multiply_each_record_alone_runs_in_a_loop(
 ) -> None:
     refusals = iter([True])
 
-    def found(*given: Any) -> Manner | None:
-        return None if next(refusals, False) else find_manner(*given)
+    def found(*given: Any) -> RowFilling | None:
+        return None if next(refusals, False) else find_filling(*given)
 
-    monkeypatch.setattr(chunks, "find_manner", found)
+    monkeypatch.setattr(chunks, "find_filling", found)
     trainer = trainer_of(Scaled())
     assert "So it runs on one record after the other" in trainer.notes[0]
     trainer.step()

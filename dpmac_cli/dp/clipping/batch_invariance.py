@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
-from dpmac_cli.torch_errors import out_of_memory
+from dpmac_cli.dp.torch_errors import out_of_memory
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11), and the last rows of numbers that are
@@ -67,7 +67,7 @@ def rounded_up(chunk: int) -> int:
 
 
 @dataclass(frozen=True)
-class Manner:
+class RowFilling:
     """A way to run a network: ``full`` if every chunk is filled to its capacity."""
 
     full: bool = False
@@ -90,7 +90,9 @@ class Manner:
 RunNetwork = Callable[[Batch], Any]
 
 
-def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False) -> Manner | None:
+def find_filling(
+    run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
+) -> RowFilling | None:
     """Return the cheapest way to run a network in which no row depends on the others, if any.
 
     It is run on copies of a few random rows, in several numbers and at every place of each. Their
@@ -106,10 +108,11 @@ def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
     filled = fixed or any(x.is_cuda for x in tensors_in(base))
     # Random numbers differ by place.
     with constant_draws() if _draws(run, base, min(chunk, LEAST_ROWS)) else nullcontext():
-        for manner in (Manner(full=True),) if filled else (Manner(), Manner(full=True)):
-            numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
+        fillings = [RowFilling(full=True)] if filled else [RowFilling(), RowFilling(full=True)]
+        for filling in fillings:
+            numbers = sorted({filling.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
             if rows_alike(run, base, numbers):
-                return manner
+                return filling
     return None
 
 
@@ -129,17 +132,17 @@ def unaffected(
         own: whether ``run`` may mix rows, so that it sees one at a time.
     """
     drawn = torch.randn(TRIED, *like.shape, generator=torch.Generator().manual_seed(0))
-    each, manner = each_alone(copy.deepcopy(run)) if own else run, None
+    each, filling = each_alone(copy.deepcopy(run)) if own else run, None
     try:
-        manner = find_manner(each, drawn.to(like), size, fixed=True)
+        filling = find_filling(each, drawn.to(like), size, fixed=True)
     except Exception as failure:
         if not own or out_of_memory(failure):
             raise  # vmap runs whatever is built in
-    if manner is None:
+    if filling is None:
         return lambda rows: torch.cat(
             [(copy.deepcopy(run) if own else run)(row) for row in torch.split(rows, 1)]
         )
-    count = manner.rows(size, size)
+    count = filling.rows(size, size)
     return lambda rows: each(fill_rows(rows, count))[: len(rows)]
 
 

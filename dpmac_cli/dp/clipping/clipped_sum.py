@@ -14,8 +14,8 @@ from dpmac_cli.dp.clipping.layer_gradients import ByLayer, choose_form, total_sq
 from dpmac_cli.dp.clipping.norms import Mask, RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.dp.weights import Weights
-from dpmac_cli.torch_errors import code_of_network
 
 #: Number of samples that a step may add up before the margin for rounding grows.
 FEW = 1024

@@ -49,6 +49,7 @@ from dpmac_cli.dp.clipping.vmap_support import (
     unwrapped,
 )
 from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.dp.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.dp.weights import (
     Weigh,
     Weights,
@@ -60,7 +61,6 @@ from dpmac_cli.dp.weights import (
 )
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
-from dpmac_cli.torch_errors import code_of_network, out_of_memory
 
 #: Number of instantiated gradient entries per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24
 #: take up to 1.4 times as long.

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.dp.clipping.projections import masks_kept, replaced
-from dpmac_cli.torch_errors import what_failed
+from dpmac_cli.dp.torch_errors import what_failed
 
 _NO_RULE = (
     "it has a torch.autograd.Function without a rule for vmap. If its forward and backward consist "

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Default and limits of the number of tokens of a text, which has a first and a last.
+TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
+
 
 def scale_of(size: int) -> int:
     """Return the power of two that numbers of ``size`` tokens are divided by to be inputs.

@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
-from dpmac_cli.data.tokens import TextReader, scale_of
-from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.config.tokens import TextReader, scale_of
+from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.errors import InputError, panics_as_errors, raise_errors
 from dpmac_cli.files import table
 from dpmac_cli.libraries import tokenizers, transformers
@@ -243,7 +243,7 @@ class TextEncoder(FeatureKind):
         return replace(self, config=self.config.model_copy(update=changes), texts=texts)
 
     def reader(self, limit: int) -> TextReader:
-        """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""
+        """Return how texts are read; see :class:`~dpmac_cli.config.tokens.TextReader`."""
         return reader_of(self.tokenizer, self.config, limit)
 
     def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:

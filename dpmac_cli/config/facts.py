@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import core_schema
 
-from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.tokens import TextReader
+from dpmac_cli.config.datasets import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.task import Task
 
@@ -124,8 +124,8 @@ class Records(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Signs that records are not what they seem, for the person who types the command."""
+class Findings:
+    """Findings that records are not what they seem, for the person who types the command."""
 
     copies: int = 0  # records that are exact copies of others; 0 if they have units
     tested: tuple[int, ...] = ()  # numbers of test records that are copies of training records
@@ -153,7 +153,7 @@ class DataFacts(Dataset):
     skipped: tuple[str, ...] = field(default=(), repr=False)  # records left out
     why: tuple[str, ...] = field(default=(), repr=False)  # reasons, with the number of records
     untested: tuple[str, ...] = field(default=(), repr=False)  # classes without a test record
-    signs: Signs = field(default=Signs(), repr=False)
+    findings: Findings = field(default=Findings(), repr=False)
     # Of training and of testing; none if the facts came from another process.
     records: Sequence[Records] = field(default=(), compare=False, repr=False)
 

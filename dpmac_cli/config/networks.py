@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpmac_cli.config.encoders import FeatureKind, TextEncoder
 from dpmac_cli.files import table
-from dpmac_cli.models.encoders import FeatureKind, TextEncoder
 
 HERE = Path(__file__).parent
 
