@@ -442,7 +442,7 @@ def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, t
 def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, Any]) -> None:
     flags = {"lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
     config = resolve(flags).plan
-    assert from_file(file, config_file(config)).plan == config
+    assert from_file(file, config_file(config.recorded, config.event)).plan == config
     assert ("epsilon: 3.0\n" in file.read_text()) == ("epsilon" in extra)
     if config.private:
         assert f"# Noise multiplier sigma: {config.event.noise_multiplier!r}\n" in file.read_text()

@@ -133,6 +133,7 @@ def test_facts_that_are_sent_to_other_processes_contain_no_records() -> None:
     copy = pickle.loads(pickle.dumps(found))
     assert found.records
     assert not copy.records
+    assert copy.source.in_memory is None
     assert copy == found
 
 

@@ -75,7 +75,7 @@ class PrivateTraining(PrivateProgram):
             be added.
     """
 
-    __slots__ = ("_seconds", "_task")
+    __slots__ = ("_seconds", "_task", "_weighed")
     _plan: Plan
     _step: Trainer
 
@@ -129,8 +129,7 @@ class PrivateTraining(PrivateProgram):
             plan, self._task, self._keys, self._account, loss=own, weigh=weigh
         )
         self._held = parts_held_by(model, held)
-        weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
-        self._task = replace(self._task, weighed=weighed)
+        self._weighed = self._step.sums.per_sample.weighed if weigh is None else weigh.name
         on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model, self._step.sums.size), *on_run)
@@ -212,6 +211,7 @@ class PrivateTraining(PrivateProgram):
             history=[metrics_line(scored, self.epsilon, plan)],
             scored=result,
             seconds=self._seconds,
+            weighed=self._weighed,
         )
         with folder.locked(where):
             folder.clear(where)

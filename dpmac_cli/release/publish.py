@@ -11,7 +11,6 @@ from typing import Any, Literal
 import safetensors.torch
 
 from dpmac_cli import __version__, files
-from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
@@ -51,7 +50,7 @@ def publish(session: Session) -> Finished:
     scored = session.scored
     if scored is None and plan.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
-    facts = public_facts(plan, session.account, task, trainer.sums.size)
+    facts = public_facts(session)
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
         _write_adapter(task, plan, where)
@@ -76,10 +75,11 @@ def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
-def public_facts(plan: Plan, spent: Account, task: PreparedRun, trained: int) -> report.Facts:
-    """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
-    data, canaries = plan.facts, plan.settings.canaries
-    case, task_facts = Case(plan, spent, task.weighed), dict[str, Any](data.task.facts)
+def public_facts(session: Session) -> report.Facts:
+    """Return the facts of a run to publish with its weights."""
+    plan, task, data = session.plan, session.task, session.plan.facts
+    canaries, task_facts = plan.settings.canaries, dict[str, Any](data.task.facts)
+    case = Case(plan, session.account, session.weighed)
     guarantee = privacy(case)
     audited = (
         report.Audit(canaries=canaries, guesses=guesses(canaries), statement=AUDIT_RUN)
@@ -90,7 +90,7 @@ def public_facts(plan: Plan, spent: Account, task: PreparedRun, trained: int) ->
         schema_version=report.SCHEMA_VERSION,
         optimizer=plan.optimizer.name,
         dataset=_dataset(case),
-        model=_model(case, task, trained),
+        model=_model(case, task, session.trainer.sums.size),
         input=report.Input(
             levels=data.levels,
             record=task.record,

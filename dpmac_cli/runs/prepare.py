@@ -37,7 +37,6 @@ class PreparedRun:
         trained: the part that is trained on ``data``, without frozen features.
         record: shape of a record as the whole network gets it.
         own: whether the network is not built in, so that it may draw random numbers.
-        weighed: where the weights of records come from, if they are a program's; "" for none.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
@@ -49,7 +48,6 @@ class PreparedRun:
     data: Data
     record: tuple[int, ...]
     own: bool = True
-    weighed: str = ""
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.sources import by_flag, to_yaml
+from dpmac_cli.config.sources import Values, by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.runs import checkpoint, folder
@@ -91,7 +92,10 @@ class Reduced:
 
 @dataclass(kw_only=True)
 class Session:
-    """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
+    """A run in training, at ``trainer.state.step`` after ``seconds`` of training.
+
+    ``weighed`` is where the weights of records come from, if they are a program's.
+    """
 
     plan: Plan
     task: PreparedRun
@@ -103,6 +107,7 @@ class Session:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     scored: Evaluation | None = None
+    weighed: str = ""
 
     @property
     def steps(self) -> int:
@@ -112,7 +117,9 @@ class Session:
     def begin_files(self) -> None:
         """Write config.yaml and the metrics. A report of an earlier model is removed."""
         folder.unpublish(self.where)
-        files.write_atomically(self.where / folder.CONFIG, config_file(self.plan).encode())
+        files.write_atomically(
+            self.where / folder.CONFIG, config_file(self.plan.recorded, self.plan.event).encode()
+        )
         self.write_metrics()
 
     def save(self) -> None:
@@ -254,13 +261,19 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, 
     }
 
 
-def config_file(plan: Plan) -> str:
-    """Return the content of config.yaml: what was asked for and, as comments, what came of it."""
-    sigma, steps = plan.event.noise_multiplier, plan.event.steps
-    text = to_yaml(plan.recorded)
-    if plan.private:
+def config_file(recorded: Values, event: TrainingEvent) -> str:
+    """Return the content of config.yaml: what was asked for and, as comments, what came of it.
+
+    Args:
+        recorded: settings of the run, by name.
+        event: event of the run, or of a part of it.
+    """
+    sigma, per_epoch = event.noise_multiplier, event.steps_per_epoch
+    steps = recorded["steps"] if "steps" in recorded else recorded["epochs"] * per_epoch
+    text = to_yaml(recorded)
+    if sigma:
         text += f"# Noise multiplier sigma: {sigma!r}\n"
-    return f"{text}# Steps: {steps}, of which {plan.event.steps_per_epoch} are an epoch\n"
+    return f"{text}# Steps: {steps}, of which {per_epoch} are an epoch\n"
 
 
 #: Checkpoints by default: every minute, and every fiftieth of the steps if they take little time.

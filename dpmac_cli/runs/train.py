@@ -18,7 +18,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import NOT_RECORDED, Plan
-from dpmac_cli.config.sources import by_setting, over, parse_settings, to_yaml
+from dpmac_cli.config.sources import by_setting, over, parse_settings
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
@@ -29,7 +29,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import Resolved, resolve
-from dpmac_cli.runs.session import Session, SessionEvent
+from dpmac_cli.runs.session import Session, SessionEvent, config_file
 from dpmac_cli.runs.trainer import make_trainer, unit_of
 from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.training.distributed import Ranks, check_single_process
@@ -245,6 +245,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
     if account is None or account.begun < step or len(account.before) < saved.record.parts:
         raise InputError(damaged)
     _check_changes(run, by_setting(recorded), given, elsewhere=elsewhere)
+    _check_config(run, config_file(by_setting(recorded), account.event))
     resolved = _with_noise_of(account.event, given, by_setting(recorded), elsewhere=elsewhere)
     plan = resolved.plan
     if plan.private != bool(account.event.noise_multiplier):
@@ -290,7 +291,7 @@ def _with_noise_of(
 def _check_changes(
     run: Path, before: Mapping[str, Any], given: Mapping[str, Any], *, elsewhere: bool
 ) -> None:
-    """Reject settings that this resume cannot change, and an edited config.yaml.
+    """Reject settings that this resume cannot change.
 
     ``before`` are the settings of the run. Your own data and model may be in other places.
     """
@@ -318,18 +319,17 @@ def _check_changes(
             elsewhere_command = folder.resume_elsewhere_command(run, map(as_flags, named))
             remedy = f"To train with other settings: {elsewhere_command}"
         raise InputError(f"{' and '.join(named)} cannot change in a resume. {remedy}")
+
+
+def _check_config(run: Path, written: str) -> None:
+    """Reject a config.yaml that is no longer as it was ``written``."""
     with suppress(OSError, UnicodeDecodeError):
-        text = (run / folder.CONFIG).read_text(encoding="utf-8")
-        if _without_comments(text) != _without_comments(to_yaml(before)):
+        if (run / folder.CONFIG).read_text(encoding="utf-8") != written:
             raise InputError(
                 f"{run / folder.CONFIG} was edited or damaged. Delete it to restore it from the "
                 "checkpoint. To change a setting, resume the run into another folder: "
                 f"{folder.resume_elsewhere_command(run, ['--lr 0.01'])}"
             )
-
-
-def _without_comments(text: str) -> list[str]:
-    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
