@@ -284,8 +284,12 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 
 def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
-    """Return " Did you mean ...?" with close matches, or an empty string."""
-    matches = difflib.get_close_matches(text.lower(), list(names), n=2, cutoff=0.6)
+    """Return " Did you mean ...?" with close matches, or an empty string.
+
+    What replaces files is not suggested.
+    """
+    harmless = [name for name in names if name != "force"]
+    matches = difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
     return f" Did you mean {' or '.join(map(write, matches))}?" if matches else ""
 
 
