@@ -179,7 +179,7 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instea
             secrets.text(key.hex(), what)
         return keys
 
-    for module in ("runs.train", "step"):
+    for module in ("runs.train", "training.private_program", "training.private_step"):
         monkeypatch.setattr(f"dpmac_cli.{module}.make_keys", recorded)
     clip_and_sum = Trainer._clip_and_sum
 
