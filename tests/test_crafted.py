@@ -415,7 +415,7 @@ def test_an_odd_line_of_metrics_is_named(line: str) -> None:
 @pytest.mark.promise("fuzz")
 @pytest.mark.parametrize(
     "change",
-    [{"begun": 10**9}, {"base": 3, "begun": 2}, {"event": None}, {"target": 0}, {"seeded": 1}],
+    [{"begun": 10**9}, {"base": 3, "begun": 2}, {"event": None}, {"score": 0}, {"seeded": 1}],
 )
 def test_an_odd_ledger_is_damaged(change: dict[str, Any]) -> None:
     run = stopped()
