@@ -292,6 +292,8 @@ def test_no_settings_file_has_its_network_imported(command: str) -> None:
         said = refused(command, "--config", "mine.yaml", "--out", "out", *more, *plan)
         assert "mine.yaml, line 4: model net_own.py:make is code, which" in said
         assert "add --model net_own.py:make to the command line" in said
+    Path("mine.yaml").write_text("dataset: digits\nmodel: [mlp, [net_own.py:make]]\n")
+    assert "is code, which" in refused(command, "--config", "mine.yaml", "--out", "out", *more)
     assert not Path("executed").exists()
     Path("net_own.py").write_text(RECURRENT)
     typed = ("--config", "mine.yaml", "--model", "net_own.py:make", "--out", "out")
