@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from scipy.optimize import linprog
 from scipy.stats import binom, norm
 from torch import Tensor
+from typer.testing import Result
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.dp.clipping import clipped_sum as per_sample

@@ -201,7 +201,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
 
     field = More.model_fields["patience"]
     assert (help_of(field), default_of(field), kind_of(field)) == ("Stop early.", "never", int)
-    shown = option("patience", field)
+    (shown,) = option("patience", field).annotation.__metadata__
     assert (shown.help, shown.metavar) == ("Stop early. [default: never]", "N")
     with pytest.raises(InputError, match="In dpmac it is called --epochs"):
         More.model_validate({"num_epochs": 7})

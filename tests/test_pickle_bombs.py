@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torchvision import datasets
+from typer.testing import CliRunner
 
 import dpmac_cli
 from dpmac_cli.cli.app import app

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-from click.testing import CliRunner
 from PIL import Image
 from torch import nn
 from torchvision.datasets import FakeData
 from torchvision.transforms import ToTensor
+from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.dataset import Data, Split

@@ -75,7 +75,7 @@ def test_a_seventh_optimizer_is_in_help_training_report_and_comparison() -> None
         "--out study",
     )
     program = (
-        "import shlex, dp_lion\nfrom click.testing import CliRunner\n"
+        "import shlex, dp_lion\nfrom typer.testing import CliRunner\n"
         "from dpmac_cli.cli.app import app\n"
         f"for line in {lines!r}:\n"
         "    done = CliRunner().invoke(app, shlex.split(line))\n"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from click.testing import CliRunner, Result
+from typer.testing import CliRunner, Result
 
 from dpmac_cli.cli.app import app
 

@@ -1,1 +1,1 @@
-"""Command line interface. Only this package imports click and rich."""
+"""Command line interface. Only this package imports typer and rich."""

@@ -21,7 +21,7 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import Argument, command, faults_of_file
+from dpmac_cli.cli.options import argument, command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
@@ -194,7 +194,7 @@ class AccountFlags(Question, frozen=True):
 
 
 @command(
-    Argument("run", "Run folder or report to recompute epsilon for.", required=False),
+    argument("run", "Run folder or report to recompute epsilon for.", required=False),
     AccountFlags.model_fields,
 )
 def account(run: Path | None, **given: Any) -> None:

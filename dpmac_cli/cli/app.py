@@ -2,9 +2,10 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-import click
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
 
@@ -38,35 +39,56 @@ COMMANDS: Mapping[str, str] = {
 }
 
 
-def load_command(name: str) -> click.Command:
+def load_command(name: str) -> TyperCommand:
     """Import a command."""
+    from dpmac_cli.cli.options import built  # noqa: PLC0415  (help need not wait for it)
+
     other = "scored" if name in ("eval", "predict") else "reading"
     module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")
-    found: click.Command = getattr(module, {"eval": "evaluate"}.get(name, name))
-    return found
+    return built(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
 
 
-class Commands(click.Group):
+class Commands(TyperGroup):
     """The commands, by their summaries until one of them is called."""
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {
+            name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
+        }
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands with their whole summaries."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments that are left; import the command."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load_command(command.name or ""), rest
 
 
-@click.group(
-    "dpmac",
+app = typer.Typer(
+    name="dpmac",
     cls=Commands,
-    commands=[click.Command(name, help=summary) for name, summary in COMMANDS.items()],
-    no_args_is_help=True,
     help="Train models under differential privacy, and compute privacy guarantees.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-@click.version_option(__version__, message="dpmac %(version)s")
-def app() -> None:
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"dpmac {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Parse global options."""
+    del version

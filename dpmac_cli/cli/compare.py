@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from click.exceptions import Exit
+import typer
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn
@@ -112,7 +112,7 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
-        raise Exit(MISFIT)
+        raise typer.Exit(MISFIT)
 
 
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:

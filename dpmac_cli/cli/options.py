@@ -1,19 +1,21 @@
-"""Commands as click runs them: options from fields of models, and failures as messages."""
+"""Commands as typer runs them: options from fields of models, and failures as messages."""
 
 import functools
+import inspect
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
-from click.exceptions import Exit
+import typer
 from pydantic import Field, StrictBool
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from dpmac_cli import errors
 from dpmac_cli.cli import console
@@ -36,77 +38,93 @@ from dpmac_cli.config.settings import GROUPS, Debug, DisplayFlags, PrintJson
 PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
-class Argument(click.Argument):
-    """A positional argument with a help."""
-
-    def __init__(self, name: str, text: str, **given: Any) -> None:
-        super().__init__([name], metavar=name.upper(), type=click.Path(path_type=Path), **given)
-        self.text = text
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return its name and its help."""
-        return self.make_metavar(ctx), self.text
+_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-class Command(click.Command):
+class Command(TyperCommand):
     """A command whose help has its options by group, and which suggests misspelt ones."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for an option that there is not."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as failure:
-            typed = failure.option_name.lstrip("-").replace("-", "_")
-            error = unknown(typed, [parameter.name or "" for parameter in self.params])
-            ctx.fail(errors.as_flags(error).replace(f"'{typed}'", failure.option_name))
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options; a switch has no placeholder."""
+        return without_placeholders(super().get_params(ctx))
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; exit with a usage error for an option that there is not."""
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        for typed in args[: args.index("--") if "--" in args else None]:
+            flag = typed.partition("=")[0]
+            if flag.startswith("--") and flag not in known:
+                name = flag.removeprefix("--").replace("-", "_")
+                error = unknown(name, [parameter.name for parameter in self.params])
+                ctx.fail(errors.as_flags(error).replace(f"'{name}'", flag))
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options by group."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                groups.setdefault(group_of(parameter), []).append(record)
+            groups.setdefault(group_of(parameter), []).append(parameter.get_help_record(ctx))
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
 
 
-def group_of(parameter: click.Parameter) -> str:
-    """Return the group of the help that a parameter is in."""
-    if isinstance(parameter, Argument):
+def group_of(parameter: Any) -> str:
+    """Return the group of the help that a parameter of a command is in."""
+    if parameter.param_type_name == "argument":
         return "Arguments"
-    return GROUPS.get(parameter.name or "", "Options")
+    return GROUPS.get(parameter.name, "Options")
 
 
-def option(name: str, field: FieldInfo, several: bool = False) -> click.Option:
-    """Return a field as an option.
+def without_placeholders(parameters: list[Any]) -> list[Any]:
+    """Return parameters, where a switch has no placeholder for a value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def argument(
+    name: str, text: str, *, required: bool = True, several: bool = False
+) -> inspect.Parameter:
+    """Return a parameter that becomes a positional argument of one path, or of several."""
+    shown = typer.Argument(metavar=name.upper(), help=text)
+    one: Any = list[Path] if several else Path
+    kind, default = (one, ...) if required else (one | None, None)
+    return _parameter(name, annotation=Annotated[kind, shown], default=default)
+
+
+def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parameter:
+    """Return a field as a parameter that becomes an option.
 
     Values remain text, because one model validates flags, YAML and keywords.
     """
-    flag, text, choices = f"--{flag_name(name)}", help_of(field), choices_of(field)
+    shown: Any = partial(typer.Option, f"--{flag_name(name)}")
+    text, choices = help_of(field), choices_of(field)
     if is_switch(field):
-        return click.Option([flag], is_flag=True, help=text)
+        return _parameter(name, annotation=Annotated[bool, shown(help=text)], default=False)
     several = several or takes_several(field)
     named = f" One of {choices.known}." if choices.names else ""
     otherwise = f" [default: {words}]" if (words := default_of(field)) else ""
     metavar = "NAME" if choices.names else PLACEHOLDERS[kind_of(field)]
 
-    def complete(_: click.Context, __: click.Parameter, typed: str) -> list[str]:
+    def complete(typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",") if several else ("", "", typed)
         return [f"{before}{comma}{choice}" for choice in choices.names if choice.startswith(last)]
 
-    return click.Option(
-        [flag],
+    info = shown(
         help=f"{text}{named}{otherwise}",
+        show_default=False,
         metavar=f"{metavar},..." if several else metavar,
-        shell_complete=complete if choices.names else None,
+        autocompletion=complete if choices.names else None,
     )
+    return _parameter(name, annotation=Annotated[str | None, info], default=None)
 
 
 def stop(why: str, code: int) -> NoReturn:
     """End a stopped command: print the reason and exit with a code."""
     console.print_errors([why], label="stopped")
-    raise Exit(code)
+    raise typer.Exit(code)
 
 
 def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
@@ -123,11 +141,11 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
             with console.waiting(shown.quiet):
                 command(**given)
             console.check_kept()
-        except (Exit, click.Abort):
+        except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             console.print_errors(["interrupted."])
-            raise Exit(errors.INTERRUPTED) from None
+            raise typer.Exit(errors.INTERRUPTED) from None
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001  (any bug is one message)
@@ -135,7 +153,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
-            raise Exit(known.exit_code) from None
+            raise typer.Exit(known.exit_code) from None
 
     return run
 
@@ -184,17 +202,17 @@ class JsonFlags(Flags, frozen=True):
 
 
 def command(
-    *given: click.Parameter | type[Flags] | Fields,
-) -> Callable[[Callable[..., None]], Command]:
-    """Return a decorator of a function, which makes it a command of its name.
+    *given: inspect.Parameter | type[Flags] | Fields,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator of a function, which gives it the signature that typer reads.
 
     Args:
         given: arguments; options; models, whose validated flags become the first arguments of the
             function; and fields of other models, whose options remain text.
     """
-    parameters, models = list[click.Parameter](), list[type[Flags]]()
+    parameters, models = list[inspect.Parameter](), list[type[Flags]]()
     for part in given:
-        if isinstance(part, click.Parameter):
+        if isinstance(part, inspect.Parameter):
             parameters.append(part)
             continue
         if isinstance(part, type):
@@ -202,19 +220,27 @@ def command(
         fields = part.model_fields if isinstance(part, type) else part
         parameters += (option(name, field) for name, field in fields.items())
 
-    def made(function: Callable[..., None]) -> Command:
+    def signed(function: Callable[..., None]) -> Callable[..., None]:
+        @reports_failures
+        @functools.wraps(function)
         def call(**typed: Any) -> None:
             flags = [take(model, typed) for model in models]
             function(*flags, **typed)
 
-        return Command(
-            function.__name__,
-            params=parameters,
-            callback=reports_failures(call),
-            help=function.__doc__,
-        )
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        return call
 
-    return made
+    return signed
+
+
+def built(name: str, function: Callable[..., None]) -> TyperCommand:
+    """Return a function that :func:`command` has signed as the command ``name``."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command(name, cls=Command)(function)
+    found: Any = typer.main.get_command(alone)  # of its only command, so of its class
+    only: TyperCommand = found
+    return only
 
 
 def take(model: type[Model], given: dict[str, Any]) -> Model:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
-    Argument,
     JsonFlags,
     ReplaceFile,
+    argument,
     command,
     faults_of_file,
 )
@@ -60,7 +60,7 @@ class ReportFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(Argument("run", "A run folder."), CardAnswers)
+@command(argument("run", "A run folder."), CardAnswers)
 def card(answers: CardAnswers, run: Path) -> None:
     """Print the model card of a run as Markdown.
 
@@ -80,7 +80,7 @@ def card(answers: CardAnswers, run: Path) -> None:
     console.print_result(answered_card(run, written))
 
 
-@command(Argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
+@command(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
 def report(flags: ReportFlags, path: Path) -> None:
     """Write a web page for a run or a comparison: one self-contained file with figures.
 
@@ -205,7 +205,7 @@ class CacheFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(Argument("file", "Table in CSV or Parquet."), Columns)
+@command(argument("file", "Table in CSV or Parquet."), Columns)
 def schema(flags: Columns, file: Path) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 

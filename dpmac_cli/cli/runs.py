@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import Argument, JsonFlags, command
+from dpmac_cli.cli.options import JsonFlags, argument, command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import to_json
@@ -40,10 +40,10 @@ SEEDED, AUDITED = "*", "!"
 
 
 @command(
-    Argument("folders", "Where to look. [default: runs]", required=False, nargs=-1),
+    argument("folders", "Where to look. [default: runs]", required=False, several=True),
     JsonFlags,
 )
-def runs(flags: JsonFlags, folders: tuple[Path, ...]) -> None:
+def runs(flags: JsonFlags, folders: list[Path] | None) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
 
     Runs are looked for in these folders and below them.
@@ -52,11 +52,11 @@ def runs(flags: JsonFlags, folders: tuple[Path, ...]) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    roots = folders or (ROOT,)
+    roots = folders or [ROOT]
     raise_errors(
         f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
         f"none for {ROOT}/."
-        for root in folders
+        for root in folders or ()
         if not root.is_dir()
     )
     places = {where.resolve(): where for root in roots for where in _runs_below(root)}

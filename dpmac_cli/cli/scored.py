@@ -6,15 +6,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from click.exceptions import Exit
+import typer
 from pydantic import Field, StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
-    Argument,
     ReplaceFile,
+    argument,
     command,
     faults_of_file,
 )
@@ -97,7 +97,7 @@ class PredictFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(Argument("run", "A run folder, or a model.safetensors."), EvalFlags)
+@command(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
 def evaluate(flags: EvalFlags, run: Path) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
@@ -127,8 +127,8 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
 
 
 @command(
-    Argument("run", "A run folder, or a model.safetensors."),
-    Argument("data", "Images, texts, an .npz or a table."),
+    argument("run", "A run folder, or a model.safetensors."),
+    argument("data", "Images, texts, an .npz or a table."),
     PredictFlags,
 )
 def predict(flags: PredictFlags, run: Path, data: Path) -> None:
@@ -232,4 +232,4 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
         )
         out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
-        raise Exit(MISFIT)
+        raise typer.Exit(MISFIT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from typer.testing import CliRunner
 
 from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, app, load_command
@@ -40,7 +40,7 @@ def test_torch_stays_unloaded() -> None:
     """By help and mistakes with all that is slow to load; by a dry run, which prices runs."""
     ran = started(
         "import shlex, sys\n"
-        "from click.testing import CliRunner\n"
+        "from typer.testing import CliRunner\n"
         "from dpmac_cli.cli.app import app\n"
         "def loaded(*modules): return [m for m in modules if m in sys.modules]\n"
         f"for line, code in {STARTED!r}:\n"
@@ -59,7 +59,7 @@ def test_torch_stays_unloaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("click", signal.SIGINT), ("torch", signal.SIGTERM)]
+    ("module", "number"), [("typer", signal.SIGINT), ("torch", signal.SIGTERM)]
 )
 def test_a_signal_while_starting_ends_it_quietly(module: str, number: int, tmp_path: Path) -> None:
     hook = (
@@ -85,14 +85,14 @@ def test_the_list_of_commands_has_the_beginnings_of_their_help(name: str, summar
 def asked(line: str) -> dict[str, str]:
     """The environment in which bash asks how a line may go on."""
     words = line.split(" ")
-    variables = {"_DPMAC_COMPLETE": "bash_complete", "COMP_WORDS": line}
+    variables = {"_DPMAC_COMPLETE": "complete_bash", "COMP_WORDS": line}
     return {**ENVIRONMENT, **variables, "COMP_CWORD": str(len(words) - 1)}
 
 
 def offered(line: str) -> list[str]:
     """How a line may go on, asked in this process."""
     result = CliRunner().invoke(app, [], prog_name="dpmac", env=asked(line))
-    return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
+    return result.stdout.split()
 
 
 @pytest.mark.parametrize(

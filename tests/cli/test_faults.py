@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
+from typer.testing import Result
 
 from dpmac_cli import files
 from dpmac_cli.data import published

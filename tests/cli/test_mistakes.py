@@ -15,8 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
+from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.encoders import ENCODERS

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from PIL import Image
+from typer.testing import Result
 
 from dpmac_cli import load_model
 from dpmac_cli.models.loaders import load_data
