@@ -34,6 +34,7 @@ from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.release.model_file import _account
 from dpmac_cli.release.model_file import load_model as loaded
 from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.ledger import Ledger
 from dpmac_cli.training.carried_accounts import attach, carried_by
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits
@@ -53,6 +54,11 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 def both(*privates: Any) -> float:
     events = tuple(p.plan.event.first(p._step.state.step) for p in privates)
     return total_epsilon(events, privates[0].plan.settings.delta)
+
+
+def counts_of(net: nn.Module) -> dict[str, int]:
+    """Return the number of steps of each account that a network carries, by its number."""
+    return {account.number: account.count for account in carried_by(net)}
 
 
 @pytest.mark.promise("again")
@@ -128,6 +134,41 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
     assert carried_by(Student(teacher)) == carried_by(teacher)
     second = trained(network(), loss=from_closure)
     assert second.epsilon == both(first, second) > first.epsilon
+
+
+@pytest.mark.promise("again")
+def test_what_a_teacher_learned_is_added_also_without_the_teacher(tmp_path: Path) -> None:
+    """The weights of a student came from its teacher's, too, and those of a student of it."""
+    teacher, student, last = network(), network(), network()
+    first = trained(teacher)
+
+    def distilled_from(net: nn.Module) -> Any:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            pull = (output - net[3].bias.detach()).square().mean()  # type: ignore[index]
+            return cross_entropy(output, target) + pull
+
+        return loss
+
+    second = trained(student, sigma=5, loss=distilled_from(teacher))
+    second.publish(tmp_path / "out")
+    third = trained(last, sigma=4, loss=distilled_from(student))
+    assert third.epsilon == both(first, second, third) > second.epsilon
+    again = trained(last, sigma=3)
+    assert again.epsilon == both(first, second, third, again)
+    whole = nn.ModuleList([pickle.loads(pickle.dumps(last)), teacher, student])
+    assert counts_of(whole) == counts_of(last)  # none twice
+    assert len(counts_of(last)) == 4
+    built = loaded(tmp_path / "out", network=network()).model
+    assert make_private(built, "digits", **SETTINGS).epsilon == second.epsilon
+
+
+@pytest.mark.promise("again")
+def test_a_pickled_network_of_a_resumed_run_carries_all_parts() -> None:
+    event = resolve(SETTINGS, dataset="digits").plan.event
+    before, net = Account(event=event, begun=2), network()
+    attach(net, ledger := Ledger(event=event.first(2), base=2, begun=3, earlier=(before,)))
+    assert counts_of(net) == {before.number: 2, ledger.number: 1}
+    assert counts_of(pickle.loads(pickle.dumps(net))) == counts_of(net)
 
 
 @pytest.mark.promise("again")

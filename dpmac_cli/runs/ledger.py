@@ -39,10 +39,8 @@ class Ledger(Account):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the account of a network without the folder, whose name may be private."""
-        alone = self.alone()
-        return partial(
-            Account, **{each.name: getattr(alone, each.name) for each in fields(alone)}
-        ), ()
+        values = {each.name: getattr(self, each.name) for each in fields(Account)}
+        return partial(Account, **values), ()
 
     def record_before(self, event: TrainingEvent) -> None:
         """Record an event on disk, and reserve at most a hundredth of all steps. Raises OSError."""

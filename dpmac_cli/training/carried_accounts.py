@@ -54,12 +54,17 @@ def parts_held_by(network: nn.Module, loss: Any = None) -> Parts:
 
 
 def accounts_of(parts: Iterable[dict[str, Any]]) -> tuple[Account, ...]:
-    """Return the accounts with events that some parts carry."""
+    """Return the accounts with events that some parts carry, and those that these count as earlier.
+
+    A network that learned from a teacher has weights that came from the teacher's training, too,
+    also once the teacher is gone.
+    """
     found: dict[str, Account] = {}
-    for account in chain.from_iterable(part.get(LINEAGE, ()) for part in parts):
-        if account.count > 0:
-            known = found.setdefault(account.number, account)
-            found[account.number] = max(known, account, key=lambda each: each.count)
+    carried = chain.from_iterable(part.get(LINEAGE, ()) for part in parts)
+    begun = (account for account in carried if account.count > 0)
+    for account in chain.from_iterable((*each.earlier, each) for each in begun):
+        known = found.setdefault(account.number, account)
+        found[account.number] = max(known, account, key=lambda each: each.count)
     return tuple(found.values())
 
 
