@@ -144,8 +144,9 @@ def test_what_a_teacher_learned_is_added_also_without_the_teacher(tmp_path: Path
 
     def distilled_from(net: nn.Module) -> Any:
         def loss(output: Tensor, target: Tensor) -> Tensor:
-            pull = (output - net[3].bias.detach()).square().mean()  # type: ignore[index]
-            return cross_entropy(output, target) + pull
+            pull = (output - net.get_parameter("3.bias").detach()).square().mean()
+            total: Tensor = cross_entropy(output, target) + pull
+            return total
 
         return loss
 

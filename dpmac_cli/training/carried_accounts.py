@@ -19,7 +19,7 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 
 #: Name of the attribute of modules and parameters that holds their accounts.
-LINEAGE = "_dpmac_lineage"
+CARRIED = "_dpmac_accounts"
 
 
 #: Variables of modules and parameters.
@@ -35,7 +35,7 @@ ACCOUNT = TypeAdapter(Account)
 def attach(network: nn.Module, account: Account) -> None:
     """Make a network, and every part of it, carry an account."""
     for part in _parts(network):
-        part[LINEAGE] = (*part.get(LINEAGE, ()), account)
+        part[CARRIED] = (*part.get(CARRIED, ()), account)
 
 
 def carried_by(network: nn.Module, loss: Any = None) -> tuple[Account, ...]:
@@ -60,7 +60,7 @@ def accounts_of(parts: Iterable[dict[str, Any]]) -> tuple[Account, ...]:
     also once the teacher is gone.
     """
     found: dict[str, Account] = {}
-    carried = chain.from_iterable(part.get(LINEAGE, ()) for part in parts)
+    carried = chain.from_iterable(part.get(CARRIED, ()) for part in parts)
     begun = (account for account in carried if account.count > 0)
     for account in chain.from_iterable((*each.earlier, each) for each in begun):
         known = found.setdefault(account.number, account)
