@@ -73,7 +73,9 @@ def test_one_unit_moves_the_counts_by_at_most_one(grouped: bool) -> None:
 def test_the_noise_has_the_promised_distribution() -> None:
     result, sigma, size = outputs(400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
-    found = [release_score(result, None, sigma, noise.at(step)) for step in range(1, 2001)]
+    found = [
+        release_score(result, None, score_event(sigma), noise.at(step)) for step in range(1, 2001)
+    ]
     values = [score.accuracy for score in found]
     assert_noise_of(found, values, result.accuracy, sigma / size)
 
@@ -102,7 +104,7 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = run_trainer(plan, model=net)
-    trainer.covered = 4.0, Noise(b"k" * 32)
+    trainer.covered = score_event(4.0), Noise(b"k" * 32)
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:

@@ -190,7 +190,7 @@ class Account:
     @property
     def private(self) -> bool:
         """Return whether all events that have begun here have noise."""
-        return all(event.noise_multiplier > 0 for event in self.own)
+        return all(event.noisy for event in self.own)
 
     @property
     def past(self) -> tuple["Account", ...]:
@@ -243,7 +243,7 @@ def done(event: TrainingEvent, **values: Any) -> Account:
     return Account(event=event, begun=event.steps, **values)
 
 
-def check_composable(earlier: Sequence[Account], unit: tuple[str, str]) -> None:
+def check_composable(earlier: Sequence[Account], unit: tuple[str, str] = RECORD_UNIT) -> None:
     """Raise ModelError if the cost of earlier accounts cannot be added to that of a new one."""
     if any(not account.private for account in earlier):
         raise ModelError(

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -193,9 +193,20 @@ def check_noise(events: Sequence[TrainingEvent]) -> None:
             )
 
 
+def times_noise(events: Iterable[TrainingEvent], factor: float) -> tuple[TrainingEvent, ...]:
+    """Return events with their noise times a factor, within the range that is supported."""
+    return tuple(
+        replace(
+            event,
+            noise_multiplier=min(max(event.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX),
+        )
+        for event in events
+    )
+
+
 def noiseless(events: Sequence[TrainingEvent]) -> bool:
     """Return whether any part was trained without noise."""
-    return any(event.noise_multiplier == 0 for event in events)
+    return not all(event.noisy for event in events)
 
 
 @functools.lru_cache(maxsize=2)

@@ -103,6 +103,22 @@ class TrainingEvent:
         """Return the accounted probability that a record is in one of the compositions."""
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
+    @property
+    def noisy(self) -> bool:
+        """Return whether its mechanisms add noise."""
+        return self.noise_multiplier > 0
+
+    def with_noise_of(self, other: "TrainingEvent") -> "TrainingEvent":
+        """Return the event with the noise multiplier of another one."""
+        return replace(self, noise_multiplier=other.noise_multiplier)
+
+    def signal(self, size: float) -> float:
+        """Return ``steps`` equal sums of norm ``size`` over the noise in their total.
+
+        That noise has standard deviation sigma sqrt(T). Infinite without noise.
+        """
+        return size * math.sqrt(self.steps) / self.noise_multiplier if self.noisy else math.inf
+
     def first(self, steps: int) -> "TrainingEvent":
         """Return the event of the first ``steps`` steps."""
         return replace(self, steps=steps)
@@ -135,13 +151,13 @@ def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ..
 
 
 def merged(
-    events: Iterable[TrainingEvent], unit: str = "compositions"
+    events: Iterable[TrainingEvent], counted: str = "compositions"
 ) -> tuple[TrainingEvent, ...]:
     """Add up the steps of equal mechanisms, or their compositions, which count whole epochs."""
     counts: dict[TrainingEvent, int] = {}
     for event in events:
         once = event.sampling.once_an_epoch
         kind = replace(event, steps=0, steps_per_epoch=event.steps_per_epoch if once else 1)
-        of_epochs = kind.steps_per_epoch if unit == "compositions" else 1
-        counts[kind] = counts.get(kind, 0) + getattr(event, unit) * of_epochs
+        of_epochs = kind.steps_per_epoch if counted == "compositions" else 1
+        counts[kind] = counts.get(kind, 0) + getattr(event, counted) * of_epochs
     return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)

@@ -46,7 +46,7 @@ def statement(
     seeded: bool = False,
 ) -> str:
     """Return the meaning of a guarantee, and its limits; ``seeded`` if any part used a seed."""
-    if any(event.noise_multiplier == 0 for event in events):
+    if not all(event.noisy for event in events):
         return NO_PRIVACY
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
     done = " and ".join(_done(each, short(unit)) for each in merged(events, "steps")) or "no step"

@@ -1,6 +1,7 @@
 """Plan of a training run: completed settings, facts of its records, its privacy event."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search
-from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
+from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
 from dpmac_cli.config.encoders import TextEncoder, read_encoder
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.networks import (
@@ -24,6 +25,7 @@ from dpmac_cli.config.networks import (
     parse_model,
 )
 from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
+from dpmac_cli.config.sources import over
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 
@@ -68,6 +70,22 @@ class Plan:
         if self.settings.cover_scores:
             return COVERED_UNIT if self.facts.unit else COVERED_RECORD
         return UNIT if self.facts.unit else RECORD
+
+    @property
+    def account_unit(self) -> tuple[str, str]:
+        """Return the unit of privacy as accounts have it: its name, and what tells units apart."""
+        return short(self.unit), self.facts.unit
+
+    @property
+    def of_account(self) -> dict[str, Any]:
+        """Return what an account of the run takes from its plan, by the names of its attributes."""
+        return {
+            "delta": self.settings.delta,
+            "max_epsilon": self.max_epsilon,
+            "unit": self.account_unit,
+            "seeded": self.settings.seed is not None,
+            "secure": self.settings.secure,
+        }
 
     @cached_property
     def score(self) -> TrainingEvent | None:
@@ -177,6 +195,16 @@ def _text_encoder(named: str, facts: DataFacts) -> TextEncoder:
             "tokenizer, or search for each of them."
         )
     return encoder.of(facts.texts, causal=facts.task.network is not None)
+
+
+def with_noise(recorded: Mapping[str, Any], event: TrainingEvent) -> Mapping[str, Any]:
+    """Return settings of a run with the noise of its event instead of a target, if they have one.
+
+    ``recorded`` are :attr:`Plan.recorded`, or those of a file of them.
+    """
+    if "epsilon" not in recorded:
+        return recorded
+    return over({"sigma": event.noise_multiplier}, recorded)
 
 
 def optimizer_of(settings: Settings) -> Optimizer:

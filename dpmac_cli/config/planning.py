@@ -17,7 +17,7 @@ def plan(
     facts: DataFacts,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
-    noise: float | None = None,
+    noise: TrainingEvent | None = None,
 ) -> Plan:
     """Complete settings, validate them together, and calibrate the noise.
 
@@ -25,8 +25,8 @@ def plan(
         given: settings as they were given.
         facts: facts of the records.
         earlier: events on the same records, which a target epsilon must cover too.
-        noise: noise multiplier of a run that has begun, which is never calibrated again; None for
-            a new run.
+        noise: event of a run that has begun, whose noise is never calibrated again; None for a new
+            run.
 
     Raises:
         InputError: lists every fault of settings together.
@@ -36,10 +36,7 @@ def plan(
     event = event_of(settings, facts.train_size)
     found = Plan(settings, facts, event, optimizer_of(settings))
     raise_errors([*lonely(given.explicit, NEEDS), *checks.faults(found)])
-    if noise is None:
-        event = calibrated(settings, event, earlier)
-    else:
-        event = replace(event, noise_multiplier=noise)
-    found = replace(found, event=event)
+    noisy = calibrated(settings, event, earlier) if noise is None else event.with_noise_of(noise)
+    found = replace(found, event=noisy)
     _ = found.score  # raises BudgetError before anything is written
     return found

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.randomness.noise import SeededNormals
 
@@ -101,6 +103,16 @@ class GaussianMechanism:
             if not (valid and math.isfinite(numbers[name]))
         )
 
+    @classmethod
+    def of(cls, event: TrainingEvent, expected_batch: float) -> Self:
+        """Return the mechanism of each step of an event."""
+        return cls(event.noise_multiplier, expected_batch)
+
+    @property
+    def noisy(self) -> bool:
+        """Return whether it adds noise."""
+        return self.noise_multiplier > 0
+
     def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
         """Add noise to the clipped sum and convert it to a mean gradient.
 
@@ -120,7 +132,7 @@ class GaussianMechanism:
 
     def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
         """Add sigma b z to the sum in place: line 9 in gradient space."""
-        if self.noise_multiplier > 0:
+        if self.noisy:
             z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
             value.addcmul_(z, b, value=self.noise_multiplier)
 
@@ -145,7 +157,7 @@ class SecureMechanism(GaussianMechanism):
     def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
         """Return the noisy sum on the grid in float64, in the shape of ``clipped`` (consumed)."""
         total = clipped.double().div_(b * GRID).round_()
-        if self.noise_multiplier > 0:
+        if self.noisy:
             z = noise.standard_normal(torch.empty_like(total))
             # Both are integers: their float64 sum depends only on their exact sum, even beyond
             # 2^53, where it is rounded. It reveals nothing else about the two terms.

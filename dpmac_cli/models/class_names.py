@@ -4,7 +4,6 @@ An encoder maps the name of a class, such as "card_arrival", to a vector near th
 class. With many classes, few records or a small epsilon, noise hides that from training.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,19 +20,6 @@ NAME_TOKENS = 32
 #: the signal of a class from which on a head begins at 0 instead. Chosen on training texts:
 #: docs/recipes.md#how-the-defaults-of-texts-were-found.
 NAME_SCALE, SIGNAL = 0.7, 50
-
-
-def signal_of_class(batch: float, steps: int, sigma: float, classes: int) -> float:
-    """Return how far what records add to a class's weights exceeds the noise; infinite without it.
-
-    Of equally frequent classes, the records of each add at most B / classes to every sum, and
-    ``steps`` sums have noise of sigma sqrt(steps). All four are public.
-
-    Args:
-        batch: expected batch size B.
-        sigma: noise multiplier.
-    """
-    return batch * math.sqrt(steps) / (classes * sigma) if sigma else math.inf
 
 
 def class_vectors(texts: TextFeatures, encoder: TextEncoder, names: Sequence[str]) -> Tensor:

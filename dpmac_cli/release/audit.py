@@ -8,7 +8,7 @@ trade-off curve of training is as claimed, few guesses are right (Mahloujifar, M
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -17,9 +17,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dpmac_cli.accounting.accountants import (
-    SIGMA_MAX,
-    SIGMA_MIN,
     delta_curve,
+    times_noise,
     total_epsilon,
     type_two_errors,
 )
@@ -53,16 +52,14 @@ def curve_bound(
         guesses: number r, chosen before the run, in [0, m]. right: right guesses v, in [0, r].
     """
 
-    def with_noise(factor: float) -> tuple[TrainingEvent, ...]:
-        sigmas = (min(max(e.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX) for e in events)
-        return tuple(replace(e, noise_multiplier=s) for e, s in zip(events, sigmas, strict=True))
-
     def possible(factor: float) -> bool:
-        beta = type_two_errors(delta_curve(merged(with_noise(factor))), THINNING)
+        beta = type_two_errors(delta_curve(merged(times_noise(events, factor))), THINNING)
         return as_likely(beta, canaries, guesses, right)
 
     least = bisect_left(FACTORS, True, key=lambda factor: not possible(factor))
-    return total_epsilon(with_noise(FACTORS[least]), delta) if least < len(FACTORS) else 0.0
+    if least == len(FACTORS):
+        return 0.0
+    return total_epsilon(times_noise(events, FACTORS[least]), delta)
 
 
 def as_likely(

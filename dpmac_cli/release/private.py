@@ -28,7 +28,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
-from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.carried_accounts import carried_by, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_program import PrivateProgram
@@ -110,16 +110,15 @@ class PrivateTraining(PrivateProgram):
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:
             plan = _with_loss(plan, own)
-        unit = unit_of(plan)
         if plan.private:
-            check_composable(earlier, unit)
+            check_composable(earlier, plan.account_unit)
         if earlier and plan.settings.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
             )
         self._seconds = 0.0
-        self._begin(plan, unit, earlier, resolved.notes)
+        self._begin(plan, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
         if weigh is not None and class_weights(plan.settings):
             raise InputError(

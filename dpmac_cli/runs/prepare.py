@@ -15,7 +15,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.files import cache_folder, data_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
-from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
+from dpmac_cli.models.class_names import SIGNAL, begin_at_names
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
@@ -194,9 +194,8 @@ AT_NAMES = (
 
 def _head_to_name(plan: Plan, model: nn.Module) -> nn.Linear | None:
     """Return the linear head of a network on texts if it is better to begin at names than at 0."""
-    event, classes = plan.event, plan.facts.task.outputs
-    batch = plan.settings.batch_size
-    signal = signal_of_class(batch, event.steps, event.noise_multiplier, classes)
+    # Of equally frequent classes, the records of each add at most B / classes to every sum.
+    signal = plan.event.signal(plan.settings.batch_size / plan.facts.task.outputs)
     if plan.model != BuiltIn("linear") or signal >= SIGNAL:
         return None
     return next(part for part in model.get_submodule("head").modules() if type(part) is nn.Linear)

@@ -47,7 +47,7 @@ def resolve(
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     facts: DataFacts | None = None,
-    noise: float | None = None,
+    noise: TrainingEvent | None = None,
     **keywords: Any,
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
@@ -58,7 +58,7 @@ def resolve(
         file: YAML file with flag names as keys, or the values of a run to change, by name.
         earlier: events on the same records, which a target epsilon must cover too.
         facts: facts of the dataset, if they were read before; None to read them.
-        noise: noise multiplier of a run that has begun; None to use that of the settings.
+        noise: event of a run that has begun, whose noise it has; None for that of the settings.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:

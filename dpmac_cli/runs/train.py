@@ -17,8 +17,8 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import UserModel, parse_model
-from dpmac_cli.config.plan import NOT_RECORDED, Plan
-from dpmac_cli.config.sources import by_setting, over, parse_settings
+from dpmac_cli.config.plan import NOT_RECORDED, Plan, with_noise
+from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
@@ -30,10 +30,9 @@ from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent, config_file
-from dpmac_cli.runs.trainer import make_trainer, unit_of
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.training.distributed import Ranks, check_single_process
-from dpmac_cli.training.step import account_facts
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         score=plan.score,
         earlier=before.earlier,
         target=before.target,
-        **account_facts(plan, unit_of(plan)),
+        **plan.of_account,
     )
     try:
         ledger.shorten()
@@ -248,7 +247,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
     _check_config(run, config_file(by_setting(recorded), account.event))
     resolved = _with_noise_of(account.event, given, by_setting(recorded), elsewhere=elsewhere)
     plan = resolved.plan
-    if plan.private != bool(account.event.noise_multiplier):
+    if plan.private != account.event.noisy:
         raise InputError(damaged)
     if plan.settings.canaries:
         raise InputError(
@@ -282,10 +281,8 @@ def _with_noise_of(
     other steps, so it has that noise, or another that is given, and no target.
     """
     if not elsewhere:
-        return resolve(given, recorded, noise=event.noise_multiplier)
-    if "epsilon" in recorded:
-        recorded = over({"sigma": event.noise_multiplier}, recorded)
-    return resolve(given, recorded)
+        return resolve(given, recorded, noise=event)
+    return resolve(given, with_noise(recorded, event))
 
 
 def _check_changes(

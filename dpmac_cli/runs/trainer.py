@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.events import score_event
-from dpmac_cli.accounting.statements import short
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
@@ -35,11 +34,11 @@ class Trainer(Step):
 
     Attributes:
         sums: clipped sum over training records.
-        covered: noise multiplier and noise of the covered score; None for exact scores.
+        covered: event and noise of the covered score; None for exact scores.
     """
 
     sums: DataSum
-    covered: tuple[float, Noise] | None = None
+    covered: tuple[TrainingEvent, Noise] | None = None
 
     @property
     def data(self) -> Data:
@@ -75,12 +74,12 @@ class Trainer(Step):
         """
         if self.covered is None:
             return self.evaluate()
-        (sigma, noise), step = self.covered, self.state.step
+        (event, noise), step = self.covered, self.state.step
         if step < self.steps:
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
-        self.account.begin(score_event(sigma))  # before any test record is read
+        self.account.begin(event)  # before any test record is read
         result = self.evaluate(covered=True)
-        return release_score(result, self.data.test.units, sigma, noise.at(step))
+        return release_score(result, self.data.test.units, event, noise.at(step))
 
 
 def make_trainer(
@@ -133,13 +132,8 @@ def make_trainer(
         )
     attach(task.model, account)
     if plan.score is not None and rank == 0:
-        trainer.covered = plan.score.noise_multiplier, Noise(keys.scores, secure=True)
+        trainer.covered = plan.score, Noise(keys.scores, secure=True)
     return trainer
-
-
-def unit_of(plan: Plan) -> tuple[str, str]:
-    """Return the unit of privacy, and what tells the units of records apart."""
-    return short(plan.unit), plan.facts.unit
 
 
 def _check_size(plan: Plan, train: int, test: int) -> None:

@@ -1,6 +1,7 @@
 """Ranks other than 0: compute a share of every batch, and nothing else."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.facts import listed
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import by_flag, by_setting
@@ -35,7 +37,7 @@ def brief_workers(
     brief = {
         "config": by_flag(plan.recorded),
         "folder": str(folder),
-        "noise": plan.event.noise_multiplier,
+        "event": asdict(plan.event),
         "steps": trainer.steps,
         "numbers": trainer.state.numbers(),
         "keys": {name: getattr(keys, name).hex() for name in ("layers", "init")},
@@ -55,7 +57,8 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
             said = ranks.brief()
-            plan = resolve(local, by_setting(said["config"]), noise=said["noise"]).plan
+            event = TrainingEvent(**said["event"])
+            plan = resolve(local, by_setting(said["config"]), noise=event).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
             task = prepare(plan, choose_device(plan.settings.device, ranks), keys)

@@ -129,8 +129,8 @@ class Canaries:
         trust the claim. The median over many coordinates is robust to what the canaries add.
         """
         x, a, q = self._seen, self._added, self._rate
-        sigma = x.abs().median().div(MEDIAN).clamp(min=LEAST_NOISE)
-        evidence = (x * a - a.square() / 2) / sigma.square()
+        scale = x.abs().median().div(MEDIAN).clamp(min=LEAST_NOISE)
+        evidence = (x * a - a.square() / 2) / scale.square()
         out = torch.full_like(evidence, math.log1p(-q))
         self.scores += torch.logaddexp(out, evidence + math.log(q))
 

@@ -26,7 +26,7 @@ from dpmac_cli.training.carried_accounts import (
     accounts_of,
 )
 from dpmac_cli.training.distributed import check_single_process
-from dpmac_cli.training.step import Step, account_facts
+from dpmac_cli.training.step import Step
 
 #: Private note on weights that were cut.
 CUT = (
@@ -49,7 +49,6 @@ class PrivateProgram(Unshared):
     def _begin(
         self,
         plan: Plan,
-        unit: tuple[str, str],
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
     ) -> None:
@@ -59,7 +58,7 @@ class PrivateProgram(Unshared):
         self._account = Account(
             event=plan.event,
             earlier=tuple(account.alone() for account in earlier),
-            **account_facts(plan, unit),
+            **plan.of_account,
         )
         self._account.shorten()
         self._keys = make_keys(None)

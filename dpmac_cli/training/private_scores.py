@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
@@ -111,16 +112,16 @@ def counts(result: Evaluation, units: Units | None) -> NDArray[np.int64]:
 
 
 def release_score(
-    result: Evaluation, units: Units | None, sigma: float, noise: SeededNormals
+    result: Evaluation, units: Units | None, event: TrainingEvent, noise: SeededNormals
 ) -> PrivateScore:
     """Return the score with fresh Gaussian noise.
 
     Args:
         result, units: see :func:`counts`.
-        sigma: noise multiplier > 0.
+        event: event of the score, see :func:`~dpmac_cli.accounting.events.score_event`.
         noise: fresh random numbers, used only here.
     """
-    counted = counts(result, units)
+    counted, sigma = counts(result, units), event.noise_multiplier
     z = noise.standard_normal(torch.empty(1, dtype=torch.float64)).item()
     added = round(z * (sigma / GRID))
     found = (int(counted.sum()) + added) * GRID

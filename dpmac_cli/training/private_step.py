@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpmac_cli.accounting.account import RECORD_UNIT, Account, check_composable
+from dpmac_cli.accounting.account import Account, check_composable
 from dpmac_cli.config import checks
 from dpmac_cli.config.datasets import Defaults
 from dpmac_cli.config.defaults import physical_batch
@@ -68,7 +68,7 @@ from dpmac_cli.training.loading import (
     size_of,
 )
 from dpmac_cli.training.private_program import PrivateProgram
-from dpmac_cli.training.step import Step, account_facts, mechanism_of
+from dpmac_cli.training.step import Step, mechanism_of
 from dpmac_cli.training.torch_datasets import check_copies
 
 #: Settings of docs/configuration.md that a step has.
@@ -148,7 +148,7 @@ class PrivateStep(PrivateProgram):
         self._model, self._loss, self._sampling = model, loss, sampling
         self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
         earlier = carried_by(model, (loss, weights))
-        check_composable(earlier, RECORD_UNIT)
+        check_composable(earlier)
         named = {
             "model": f"{type(model).__module__}:{type(model).__qualname__}",
             "batch_size": sampling.batch_size,
@@ -161,7 +161,7 @@ class PrivateStep(PrivateProgram):
         notes = checks.notes(plan, given.explicit)
         # Nothing is scored or published.
         plan = replace(plan, settings=plan.settings.replace(ema=None))
-        self._begin(plan, RECORD_UNIT, earlier, notes)
+        self._begin(plan, earlier, notes)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
@@ -314,7 +314,7 @@ class PrivateStep(PrivateProgram):
                 "Set it to the number of steps that were taken, also after the state was saved."
             )
         accounts = (*earlier, replace(last, begun=last.base + taken))
-        check_composable(accounts, RECORD_UNIT)
+        check_composable(accounts)
         plan, step, steps = self._plan, saved["numbers"]["step"], self._account.end
         self._account = Account(
             event=plan.event.first(max(0, steps - step)),
@@ -322,7 +322,7 @@ class PrivateStep(PrivateProgram):
             begun=step,
             earlier=accounts,
             target=plan.settings.epsilon,
-            **account_facts(plan, RECORD_UNIT),
+            **plan.of_account,
         )
         try:
             self._account.shorten()

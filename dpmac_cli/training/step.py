@@ -4,7 +4,6 @@ Records may come from anywhere: a dataset, or the batches of a program.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class Step(Unshared):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        if not plan.private and mechanism.noise_multiplier > 0:
+        if not plan.private and mechanism.noisy:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
@@ -247,20 +246,7 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
 
 def mechanism_of(plan: Plan) -> GaussianMechanism:
     """Return the mechanism with the noise of a plan. Raises ValueError for private runs without."""
-    sigma = plan.event.noise_multiplier
-    if plan.private and sigma == 0:
+    if plan.private and not plan.event.noisy:
         raise ValueError("a private run needs noise")
     kind = SecureMechanism if plan.settings.secure else GaussianMechanism
-    return kind(sigma, plan.settings.batch_size)
-
-
-def account_facts(plan: Plan, unit: tuple[str, str]) -> dict[str, Any]:
-    """Return what an account of a training holds of its plan, by the names of its attributes."""
-    settings = plan.settings
-    return {
-        "delta": settings.delta,
-        "max_epsilon": plan.max_epsilon,
-        "unit": unit,
-        "seeded": settings.seed is not None,
-        "secure": settings.secure,
-    }
+    return kind.of(plan.event, plan.settings.batch_size)
