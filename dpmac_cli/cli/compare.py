@@ -13,8 +13,6 @@ from rich.progress import BarColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, option, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package, private_notes
@@ -22,7 +20,7 @@ from dpmac_cli.config.flags import Flags, OneOf, SomePath
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
-from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan, row_name
+from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
 from dpmac_cli.studies.results import (
     COMPARE_JSON,
     COMPARE_MD,
@@ -166,8 +164,7 @@ def shown(
         task = bar.add_task("", total=missing)
         for event in events:
             run = grid.runs[event.number]
-            sigma = run.plan.event.noise_multiplier
-            name = f"{row_name(run.labels)}  sigma {sigma:.4g}  seed {run.seed}"
+            name = run.name
             report = finished_report(run)
             ended += report is not None or event.failure is not None
             bar.update(task, completed=ended)
@@ -184,13 +181,8 @@ def shown(
 def planned_runs(grid: Grid) -> Table:
     """Return a table of the runs of a study, the privacy cost of each, and their steps."""
     said = f"{counted(len(grid.runs), 'run')}; finished runs are not repeated"
-    column = "sigma" if grid.column == "sigma" else "target"
-    titles = ("run", column, "epsilon", "steps", "seeds")
+    titles, *rows = grid.planned()
     table = Table(*titles, box=None, pad_edge=False, caption=said, caption_justify="left")
-    for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        each, cost = run.plan, "no privacy"
-        if each.private:
-            cost = format_epsilon(total_epsilon((each.event,), each.settings.delta))
-        shown = (f"{run.column:g}", cost, f"{each.event.steps:,}", str(len(grid.seeds)))
-        table.add_row(row_name(run.labels), *shown)
+    for row in rows:
+        table.add_row(*row)
     return table

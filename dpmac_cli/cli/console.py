@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from rich import progress
 from rich.console import Console
+from rich.padding import PaddingDimensions
+from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -91,6 +93,14 @@ def widen(out: Console) -> None:
     """Let tables be as wide as they need where lines are read by a program or a pager."""
     if not out.is_terminal:
         out.width = UNLIMITED
+
+
+def plain_table(*columns: str, padding: PaddingDimensions = (0, 1), **more: Any) -> Table:
+    """Return a table without lines, whose cells are not wrapped."""
+    table = Table(box=None, pad_edge=False, padding=padding, **more)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
 
 
 def for_display(quiet: bool, json: bool) -> Console:

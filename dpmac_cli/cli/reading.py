@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import StrictBool
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
@@ -19,7 +18,7 @@ from dpmac_cli.cli.options import (
     faults_of_file,
 )
 from dpmac_cli.config.flags import Flags, OneOf, Several, SomePath, near
-from dpmac_cli.config.named import BEST, PAPER, RECIPES
+from dpmac_cli.config.named import SHOWN, recipe_rows
 from dpmac_cli.config.settings import (
     Debug,
 )
@@ -104,13 +103,6 @@ def report(flags: ReportFlags, path: Path) -> None:
     console.stdout().print(Text(f"{html}: web page of {path}, in one file"))
 
 
-#: Recipes without a file, with the command that runs each.
-RULES = {
-    BEST: ("the best run for an epsilon, by rule", "dpmac train --dataset NAME --epsilon 3"),
-    PAPER: ("the run of the paper at a noise multiplier", "dpmac train --dataset NAME --sigma 0.8"),
-}
-
-
 @command(JsonFlags)
 def recipes(flags: JsonFlags) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
@@ -122,25 +114,17 @@ def recipes(flags: JsonFlags) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    out = console.stdout()
-    rules = [{"name": n, "about": about, "command": line} for n, (about, line) in RULES.items()]
-    named = [
-        {**vars(recipe), "name": name, "command": recipe.line(name)}
-        for name, recipe in RECIPES.items()
-    ]
+    out, rows = console.stdout(), recipe_rows()
     if flags.json:
-        console.print_result(to_json({"recipes": [*rules, *named]}))
+        console.print_result(to_json({"recipes": rows}))
         return
     console.widen(out)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    columns = ("name", "accuracy", "epsilon", "minutes", "extra")
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    for row in (*rules, *named):
-        table.add_row(*(Text(row.get(name, "")) for name in columns))
+    table = console.plain_table(*SHOWN, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(row.get(name, "")) for name in SHOWN))
     out.print(table)
     out.print(Text("\nto run one of them:", style="bold"))
-    out.print(*(Text(row["command"]) for row in (*rules, *named)), sep="\n", soft_wrap=True)
+    out.print(*(Text(row["command"]) for row in rows), sep="\n", soft_wrap=True)
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
 
 

@@ -1,11 +1,9 @@
 """dpmac tune: search for the best settings, and publish the best trial only."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.text import Text
 
-from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, option, stop, stop_request, take
 from dpmac_cli.config.checks import private_notes
@@ -15,9 +13,9 @@ from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.files import to_json
 from dpmac_cli.studies.search import (
     DECIDED,
+    RELEASED,
     SEARCHED,
     SearchFlags,
-    SearchSpace,
     plan_search,
 )
 
@@ -62,7 +60,7 @@ def tune(flags: TuneFlags, **given: Any) -> None:
         console.print_notes(space.notes)
         console.print_private_notes(private_notes(space.plans[0]))
     screen = console.stdout() if flags.dry_run else console.for_display(shown.quiet, json)
-    screen.print(*_plan_lines(space), sep="\n")
+    screen.print(*space.lines(), sep="\n")
     if flags.dry_run:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
@@ -70,25 +68,9 @@ def tune(flags: TuneFlags, **given: Any) -> None:
         try:
             [finished] = late.tune.carry_out_search(space, asked)
         except KeyboardInterrupt:
-            said = "interrupted. Nothing of the search was released, so no epsilon was spent. To "
-            stop(f"{said}start it again, repeat the command.", INTERRUPTED)
+            stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
     chosen = (f"{n} {v:g}" for n, v in finished.report["hyperparameters"].items())
     screen.print(*late.display.summary(finished, space.plans[0].settings.metric), sep="\n")
     screen.print(Text(f"settings of the best trial: {', '.join(chosen)}"))
-
-
-def _plan_lines(space: SearchSpace) -> Iterator[str]:
-    trials, delta = space.search.trials, space.plans[0].settings.delta
-    yield f"search on {space.facts.name} over:"
-    yield from (f"  {dimension.text}" for dimension in space.dimensions)
-    yield (
-        f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
-        f"{trials.most:,}, log w = {trials.log_weight:.4g}; its mean is {trials.mean:g}"
-    )
-    for event in dict.fromkeys(candidate.event for candidate in space.plans):
-        yield f"  {event.steps:,} steps with noise multiplier {event.noise_multiplier:g}"
-    one, all_ = map(format_epsilon, (space.search.trial_epsilon(delta), space.epsilon))
-    yield f"one trial: epsilon {one}, with its covered score"
-    yield f"search and model together: epsilon {all_} at delta {delta:g}"

@@ -31,7 +31,24 @@ class NamedRecipe:
         return " ".join(filter(None, ("dpmac", self.command, "--recipe", name, self.with_flags)))
 
 
+#: Recipes without a file: what each of them is, and a command that runs it.
+RULES = {
+    BEST: ("the best run for an epsilon, by rule", "dpmac train --dataset NAME --epsilon 3"),
+    PAPER: ("the run of the paper at a noise multiplier", "dpmac train --dataset NAME --sigma 0.8"),
+}
+#: Facts of a recipe that a table of recipes shows.
+SHOWN = ("name", "accuracy", "epsilon", "minutes", "extra")
 RECIPES: Mapping[str, NamedRecipe] = table(NamedRecipe, HERE / "named.toml")
+
+
+def recipe_rows() -> list[dict[str, str]]:
+    """Return what is known of each recipe, with its name and the command that runs it."""
+    rules = [{"name": n, "about": about, "command": line} for n, (about, line) in RULES.items()]
+    named = [
+        {**vars(recipe), "name": name, "command": recipe.line(name)}
+        for name, recipe in RECIPES.items()
+    ]
+    return [*rules, *named]
 
 
 def file_of(name: str) -> Path:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import NUMBER, Fields, Flags, Model, OneOf, Several, flag_name, valid
 from dpmac_cli.config.named import PAPER
@@ -142,6 +144,12 @@ class Run:
     labels: Labels
     column: float
 
+    @property
+    def name(self) -> str:
+        """Return what tells it from other runs: its row, its noise and its seed."""
+        sigma = self.plan.event.noise_multiplier
+        return f"{row_name(self.labels)}  sigma {sigma:.4g}  seed {self.seed}"
+
     def on(self, device: str) -> "Run":
         """Return the same run on another device."""
         return replace(self, plan=self.plan.on(device))
@@ -169,6 +177,17 @@ class Grid:
     def plan(self) -> Plan:
         """Return the settings of the first run; dataset and delta are the same for all runs."""
         return self.runs[0].plan
+
+    def planned(self) -> Iterator[tuple[str, ...]]:
+        """Yield titles, and a row for each cell: its privacy cost and its runs."""
+        target = "sigma" if self.column == "sigma" else "target"
+        yield "run", target, "epsilon", "steps", "seeds"
+        seeds = str(len(self.seeds))
+        for run in self.runs[:: len(self.seeds)]:  # the first of each cell
+            each, cost = run.plan, "no privacy"
+            if each.private:
+                cost = format_epsilon(total_epsilon((each.event,), each.settings.delta))
+            yield row_name(run.labels), f"{run.column:g}", cost, f"{each.event.steps:,}", seeds
 
 
 def row_name(labels: Labels) -> str:

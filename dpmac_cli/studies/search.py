@@ -14,6 +14,7 @@ from typing import Any
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
@@ -31,10 +32,8 @@ NEAR = 2.0
 DIGITS = 3
 #: Secret folder of a search while it runs.
 RUNNING = ".search"
-RESTARTED = (
-    "The last search in this folder was stopped, so it is started again. Nothing of it was "
-    "released, and no epsilon was spent."
-)
+RELEASED = "Nothing of the search was released, so no epsilon was spent."
+RESTARTED = f"The last search in this folder was stopped, so it is started again. {RELEASED}"
 #: Settings that a search decides itself, and why.
 DECIDED: Mapping[str, str] = {
     "sigma": "the noise is calibrated for the {epsilon} of the whole search",
@@ -113,6 +112,21 @@ class SearchSpace:
     def epsilon(self) -> float:
         """Epsilon of the whole search, at most the target."""
         return self.search.epsilon(self.plans[0].settings.delta)
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is searched, how many trials there are, and what they cost."""
+        trials, delta = self.search.trials, self.plans[0].settings.delta
+        yield f"search on {self.facts.name} over:"
+        yield from (f"  {dimension.text}" for dimension in self.dimensions)
+        yield (
+            f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
+            f"{trials.most:,}, log w = {trials.log_weight:.4g}; its mean is {trials.mean:g}"
+        )
+        for event in dict.fromkeys(candidate.event for candidate in self.plans):
+            yield f"  {event.steps:,} steps with noise multiplier {event.noise_multiplier:g}"
+        one, together = map(format_epsilon, (self.search.trial_epsilon(delta), self.epsilon))
+        yield f"one trial: epsilon {one}, with its covered score"
+        yield f"search and model together: epsilon {together} at delta {delta:g}"
 
     def trial(self) -> Plan:
         """Return the plan of a trial, drawn at random with the operating system's bits."""
