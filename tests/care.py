@@ -69,8 +69,8 @@ def moved_by_units(
 
     def total(kept: Any) -> float:
         units = units_of(owners[kept]) if grouped else None
-        some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
-        counted = counts(some, units)
+        some = replace(result, logits=result.logits[kept], labels=result.labels[kept], units=units)
+        counted = counts(some)
         assert counted.shape == (len(set(owners[kept])),)
         assert counted.min() >= 0
         return float(counted.sum() * GRID)

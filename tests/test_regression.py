@@ -219,9 +219,7 @@ def _by_unit(result: Evaluation, owners: Any) -> float:
 def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     result, sigma, size = evaluated(PLAIN, 400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
-    found = [
-        release_score(result, None, score_event(sigma), noise.at(step)) for step in range(1, 1501)
-    ]
+    found = [release_score(result, score_event(sigma), noise.at(step)) for step in range(1, 1501)]
     values, deviation = [score.score for score in found], sigma * PLAIN.width / size
     assert_noise_of(found, values, result.metric("mae"), deviation)
     assert all(score.score_interval[0] <= score.interval[0] + 1e-9 for score in found)

@@ -76,7 +76,7 @@ class Truth:
 
         def scored(*args: Any) -> PrivateScore:
             score = private_scores.release_score(*args)
-            self.scores[repr(score)] = args[2].noise_multiplier
+            self.scores[repr(score)] = args[1].noise_multiplier
             self.tick()
             return score
 

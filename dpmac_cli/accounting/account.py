@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
-from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -186,6 +186,17 @@ class Account:
     def epsilon(self) -> float:
         """Return the privacy cost of all events that have begun."""
         return total_epsilon(self.events, self.delta)
+
+    def bound(self, step: int) -> float:
+        """Return an upper bound of epsilon up to a step of the training, exact for its last one."""
+        part = self.steps(step - self.base)
+        cost = min(
+            total_epsilon(self.planned, self.delta),
+            total_epsilon((*self.before, part), self.delta, widest=COARSE),
+        )
+        if self.score is not None and step == self.end:
+            cost = max(cost, total_epsilon((*self.before, self.score), self.delta))
+        return cost
 
     @property
     def private(self) -> bool:

@@ -80,13 +80,13 @@ def _of_each(
     if outside:
         yield (
             f"Nearly all values are outside the range of {_listed(outside)}, so they become its "
-            "ends, and little of them is left: declare ranges in the units of the records"
+            "ends, and little of them is left: declare ranges on the scale of the records"
         )
     if some_outside:
         yield (
             f"Values are outside the range of {_listed(some_outside)} and become its ends. Declare "
             "words for a missing value (such as missing_words: [-99]), convert all records to one "
-            "unit of measure, or declare a wider range"
+            "scale, or declare a wider range"
         )
     if taken:
         yield (

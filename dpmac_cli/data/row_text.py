@@ -16,7 +16,7 @@ from pyarrow import compute
 
 from dpmac_cli.data.copies import sides_of
 from dpmac_cli.data.table_cells import ISO, decoded_cells, is_one_of, text_cells
-from dpmac_cli.data.units import MISSING
+from dpmac_cli.data.values import MISSING
 
 #: Regular expressions, of RE2, of a whole number and of any number with a decimal point. Numbers of
 #: more digits are names.

@@ -31,7 +31,8 @@ from dpmac_cli.data.table_cells import (
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
-from dpmac_cli.data.units import NOT_TEXT, text_of, unit_name, units_in
+from dpmac_cli.data.units import unit_name, units_in
+from dpmac_cli.data.values import NOT_TEXT, text_of
 from dpmac_cli.errors import InputError
 
 #: Types of columns that are neither numbers nor text.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from dpmac_cli.data.column_schema import EPOCH, ISO_DATE, Column, Label, Written
-from dpmac_cli.data.units import MISSING
+from dpmac_cli.data.values import MISSING
 
 CellNumbers = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

@@ -11,7 +11,7 @@ from dpmac_cli.config.facts import Source
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.class_folders import ClassFolders
 from dpmac_cli.data.texts import as_inputs, is_blank
-from dpmac_cli.data.units import Faults
+from dpmac_cli.data.values import Faults
 
 SUFFIX = ".txt"
 

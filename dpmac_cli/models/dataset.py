@@ -56,6 +56,10 @@ class Split:
             return self.images[rows], self.labels[rows]
         return torch.from_numpy(self.file.read(places)).to(self.labels.device), self.labels[rows]
 
+    def read_from(self, rows: Rows, device: torch.device) -> "Split":
+        """Return other numbers of the same records, in the same order: rows of a file."""
+        return split_of(rows, self.labels, self.units, device)
+
     def to(self, device: torch.device) -> "Split":
         """Return the same records on a device."""
         images = self.images if self.file is not None else self.images.to(device)

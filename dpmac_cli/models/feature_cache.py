@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, kept_file
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
-from dpmac_cli.models.dataset import Data, fingerprint, split_of
+from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.progress import report
@@ -55,7 +55,7 @@ def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
     everything, one = Rows(file, np.arange(len(file))), torch.ones(1, 1, 1, device=data.gain.device)
     places = np.split(everything.rows, [len(data.train)])
     train, test = (
-        split_of(Rows(file, rows), split.labels, split.units, one.device)
+        split.read_from(Rows(file, rows), one.device)
         for rows, split in zip(places, (data.train, data.test), strict=True)
     )
     found = Data(train, test, one, torch.zeros_like(one), data.task)

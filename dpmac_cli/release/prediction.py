@@ -322,7 +322,7 @@ class Predictions:
 
     Attributes:
         answers: what the network's outputs mean, float32, shape (records, outputs): probabilities
-            of classes, or numbers in the units of their targets. NaN if an output contains NaN.
+            of classes, or numbers on the scale of their targets. NaN if an output contains NaN.
         task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.

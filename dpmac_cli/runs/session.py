@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import Values, by_flag, to_yaml
@@ -225,17 +224,10 @@ class Session:
 
     def _epsilon(self, step: int) -> float:
         """Return an upper bound of epsilon up to a step, exact for the last one of the run."""
-        plan, account, delta = self.plan, self.account, self.plan.settings.delta
-        if plan.search is not None:  # whatever is shown of the best trial costs the whole search
-            return plan.search.epsilon(delta)
-        part = account.steps(step - account.base)
-        epsilon = min(
-            total_epsilon(account.planned, delta),
-            total_epsilon((*account.before, part), delta, widest=COARSE),
-        )
-        if plan.score is not None and step == self.steps:
-            epsilon = max(epsilon, total_epsilon((*account.before, plan.score), delta))
-        return epsilon
+        if (search := self.plan.search) is not None:
+            # Whatever is shown of the best trial costs the whole search.
+            return search.epsilon(self.account.delta)
+        return self.account.bound(step)
 
     def write_metrics(self) -> None:
         """Write metrics.jsonl. Raises OSError."""

@@ -79,7 +79,7 @@ class Trainer(Step):
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
         self.account.begin(event)  # before any test record is read
         result = self.evaluate(covered=True)
-        return release_score(result, self.data.test.units, event, noise.at(step))
+        return release_score(result, event, noise.at(step))
 
 
 def make_trainer(

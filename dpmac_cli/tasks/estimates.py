@@ -28,7 +28,7 @@ LIMITS: Mapping[str, Interval] = {"r2": (-math.inf, 1.0), "at-or-below": (0.0, 1
 
 @dataclass(frozen=True, eq=False)
 class Estimates(Results):
-    """Predicted and true numbers of test records, in the units of the target.
+    """Predicted and true numbers of test records, on the scale of the target.
 
     Attributes:
         truth, guess: targets and predictions, float64, shape (records,).

@@ -79,12 +79,12 @@ class Regression(Task):
     def usage(self) -> Usage:
         """Return how a model card names and uses the model."""
         row, code = ("target", self.names), self.number.code("{}[:, 0]")
-        result = "The result is the predicted number, in the units of the target."
+        result = "The result is the predicted number, on the scale of the target."
         return Usage("regression model", row, f", {self.described}", "predict", code, result)
 
     @property
     def width(self) -> float:
-        """Largest error of a prediction, in the units of the target."""
+        """Largest error of a prediction, on the scale of the target."""
         return self.number.width
 
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
@@ -92,11 +92,11 @@ class Regression(Task):
         return self.number.scaled(targets.reshape(-1, 1))
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return predicted numbers, in the units of the target."""
+        """Return predicted numbers, on the scale of the target."""
         return self.decoded(outputs).astype(np.float32)
 
     def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return numbers in the units of the target, in its range."""
+        """Return numbers on the scale of the target, in its range."""
         return self.number.in_units(scaled)
 
     def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:

@@ -38,7 +38,7 @@ class Target:
 
     @property
     def width(self) -> float:
-        """Largest error of a prediction, in the units of the target."""
+        """Largest error of a prediction, on the scale of the target."""
         return self.high - self.low
 
     @property
@@ -77,7 +77,7 @@ class Target:
         return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
 
     def in_units(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return numbers in the units of the target, in its range."""
+        """Return numbers on the scale of the target, in its range."""
         low, high = self.ends
         with np.errstate(over="ignore"):  # an output may be far beyond the range
             moved = low + (scaled.astype(np.float64) + 1) / 2 * (high - low)

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.intervals import REACH, clopper_pearson, widened
@@ -91,18 +90,14 @@ class PrivateScore:
         return shares[0] * self.task.width, shares[1] * self.task.width
 
 
-def counts(result: Evaluation, units: Units | None) -> NDArray[np.int64]:
+def counts(result: Evaluation) -> NDArray[np.int64]:
     """Return what each unit adds to the score, in multiples of :data:`GRID`, shape (units,).
 
     It is from 0 to 1 / GRID: see :meth:`~dpmac_cli.tasks.task.Results.counted`.
-
-    Args:
-        result: evaluation on the test records.
-        units: units of the test records; None if each record is one.
     """
     counted, most = result.results.counted()
     sizes = np.ones(len(counted), np.int64)
-    if units is not None:
+    if (units := result.units) is not None:
         counted = np.add.reduceat(counted[units.order], units.starts[:-1])
         sizes = np.diff(units.starts)
     # Integers, rounded down: a unit adds at most 1 / GRID, and the sum is exact.
@@ -111,17 +106,15 @@ def counts(result: Evaluation, units: Units | None) -> NDArray[np.int64]:
     return shares
 
 
-def release_score(
-    result: Evaluation, units: Units | None, event: TrainingEvent, noise: SeededNormals
-) -> PrivateScore:
+def release_score(result: Evaluation, event: TrainingEvent, noise: SeededNormals) -> PrivateScore:
     """Return the score with fresh Gaussian noise.
 
     Args:
-        result, units: see :func:`counts`.
+        result: evaluation on the test records.
         event: event of the score, see :func:`~dpmac_cli.accounting.events.score_event`.
         noise: fresh random numbers, used only here.
     """
-    counted, sigma = counts(result, units), event.noise_multiplier
+    counted, sigma = counts(result), event.noise_multiplier
     z = noise.standard_normal(torch.empty(1, dtype=torch.float64)).item()
     added = round(z * (sigma / GRID))
     found = (int(counted.sum()) + added) * GRID
