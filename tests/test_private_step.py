@@ -529,6 +529,8 @@ def test_a_state_may_be_loaded_with_other_settings() -> None:
     other, saved = Poisson(n=RECORDS, batch_size=BATCH // 2), saved_after(started(), 2)
     step = started(sampling=other, sigma=2.0)
     step.load_state_dict(saved, taken=3)
+    again = PrivateStep(copy.deepcopy(step.model), loss, sampling=POISSON, **SETTINGS)
+    assert again.epsilon == total_epsilon((POISSON.event(SIGMA, 3),), step.delta)
     step(next(iter(step.loader(Notes()))))
     events = (POISSON.event(SIGMA, 3), other.event(2.0, 1))
     assert step.epsilon == total_epsilon(events, step.delta)
