@@ -406,6 +406,9 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
     ("elsewhere", lambda: None, {"isolate": True}, "--isolate cannot change in a resume"),
     ("elsewhere", lambda: None, {"seed": 0}, "--seed cannot change in a resume"),
     ("elsewhere", lambda: None, {"ema": 0.9}, "--ema cannot change in a resume"),
+    ("elsewhere", lambda: None, {"unit": "clinic"}, "--unit cannot change in a resume"),
+    ("elsewhere", lambda: None, {"test_fraction": 0.3}, "--test-fraction cannot change in a resu"),
+    ("elsewhere", lambda: None, {"split_seed": 1}, "--split-seed cannot change in a resume"),
     (
         "elsewhere",
         lambda: None,

@@ -215,12 +215,14 @@ def _lost(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 
 
-#: Settings that no resume can change, not even one into another folder.
+#: Settings that no resume can change, not even one into another folder. Costs of different units of
+#: privacy cannot be added, and a record that was tested on must not be trained on later, or the
+#: other way round.
 FIXED = (
     *("dataset", "recipe", "model", "isolate", "features", "backbone", "backbone_size"),
     *("backbone_flips", "pretrained", "train", "lora_rank", "channels"),
     *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
-    *("canaries", "seed", "cover_scores"),
+    *("canaries", "seed", "cover_scores", "unit", "test_fraction", "split_seed"),
 )
 #: Settings that a resume into the same folder can change, because they do not describe the run.
 FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
