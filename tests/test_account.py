@@ -108,9 +108,10 @@ def test_an_event_above_the_budget_does_not_begin(budget: str) -> None:
 
 
 @pytest.mark.promise("target")
-def test_another_event_takes_its_cost_off_the_planned_steps() -> None:
+@pytest.mark.parametrize("budget", ["max_epsilon", "target"])
+def test_another_event_takes_its_cost_off_the_planned_steps(budget: str) -> None:
     limit = total_epsilon((TRAINING,), 1e-5)
-    account = opened(max_epsilon=limit)
+    account = opened(**{budget: limit})
     account.shorten()
     assert account.remaining == 20
     account.begin(account.steps(2))
@@ -133,6 +134,17 @@ def test_the_planned_score_begins_once_within_the_budget() -> None:
     assert account.epsilon <= limit
     with pytest.raises(BudgetError):
         account.begin(score)
+
+
+@pytest.mark.promise("scores")
+def test_no_other_event_uses_the_budget_of_the_planned_score() -> None:
+    score, other = score_event(2.0), replace(OTHER, records="test")
+    limit = total_epsilon((score,), 1e-5) + 0.01
+    account = opened(event=replace(TRAINING, noise_multiplier=100.0), score=score, target=limit)
+    with pytest.raises(BudgetError):
+        account.begin(other)
+    account.begin(score)
+    assert account.epsilon <= limit
 
 
 # At every door.

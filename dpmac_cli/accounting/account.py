@@ -105,13 +105,13 @@ class Account:
                     f"budget allows, of which {self.remaining} are left."
                 )
             return
-        budget = min(self.max_epsilon, self.target or math.inf)
-        if self._is_planned(event) or math.isinf(budget):
+        if self._is_planned(event) or math.isinf(self.budget):
             return
-        if (cost := total_epsilon((*self.events, event), self.delta)) > budget:
+        events = (*self.events, *self._score_to_come, event)
+        if (cost := total_epsilon(events, self.delta)) > self.budget:
             raise BudgetError(
-                f"With this event epsilon would be {format_epsilon(cost)}, above {budget:g}. Use "
-                "more noise, or a larger budget."
+                f"With this event epsilon would be {format_epsilon(cost)}, above {self.budget:g}. "
+                "Use more noise, or a larger budget."
             )
 
     def record_before(self, event: TrainingEvent) -> None:
@@ -146,6 +146,11 @@ class Account:
         also counts the steps that were lost, has to keep to it.
         """
         return min(self.max_epsilon, self.kept_to)
+
+    @property
+    def budget(self) -> float:
+        """Epsilon that the planned steps keep to once there are events that were not planned."""
+        return min(self.max_epsilon, self.target or math.inf)
 
     @property
     def kept_to(self) -> float:
@@ -218,10 +223,16 @@ class Account:
 
         Raises BudgetError if it allows no further step.
         """
-        left = self.score is not None and self.score not in self.others
-        scores = (self.score,) if left and self.score is not None else ()
-        others = (*self.before, *self.others, *scores)
-        self.event = self.steps(affordable_steps(self.event, self.delta, self.limit, others))
+        self._shorten_to(self.limit)
+
+    def _shorten_to(self, limit: float) -> None:
+        others = (*self.before, *self.others, *self._score_to_come)
+        self.event = self.steps(affordable_steps(self.event, self.delta, limit, others))
+
+    @property
+    def _score_to_come(self) -> tuple[TrainingEvent, ...]:
+        """Return the planned score if it has not begun."""
+        return () if self.score is None or self.score in self.others else (self.score,)
 
     def check_counted(self, now: Iterable["Account"]) -> None:
         """Raise ModelError if another account has begun more than this one counts of it."""
@@ -237,13 +248,13 @@ class Account:
 
     def _is_planned(self, event: TrainingEvent) -> bool:
         """Return whether an event is the score that was planned, and has not begun."""
-        return event == self.score and event not in self.others
+        return event in self._score_to_come
 
     def _leave_room(self) -> None:
         """Leave out planned steps that the budget no longer allows."""
         taken = self.begun - self.base
         try:
-            self.shorten()
+            self._shorten_to(self.budget)
         except BudgetError:
             self.event = self.steps(taken)
         self.event = self.steps(max(taken, self.event.steps))
