@@ -16,9 +16,9 @@ from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.publish import Finished, privacy
 from dpmac_cli.release.report import read_report
-from dpmac_cli.release.sentences import Case, privacy
+from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
 from tests.typed import dpmac
@@ -87,7 +87,7 @@ def spent(steps: int, seeded: bool = False) -> Account:
 @pytest.mark.promise("said")
 def test_a_given_seed_is_admitted_and_not_told() -> None:
     config = resolve({"dataset": "digits", "seed": 918273645, "sigma": SIGMA}).plan
-    found = privacy(Case(config, spent(steps=1, seeded=True)))
+    found = privacy(DescribedRun(config, spent(steps=1, seeded=True)))
     assert found.seed_policy.given is True
     for text in (found.seed_policy.statement, found.statement):
         assert "only against those who do not" in text

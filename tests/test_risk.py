@@ -26,7 +26,8 @@ from dpmac_cli.accounting.risk import (
     trade_off,
 )
 from dpmac_cli.accounting.selection import Search, trials_of
-from dpmac_cli.release.sentences import Case, privacy
+from dpmac_cli.release.publish import privacy
+from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
 
 pytestmark = pytest.mark.promise("risk")
@@ -184,8 +185,11 @@ def test_the_report_counts_every_part_of_a_run() -> None:
     earlier, event = TrainingEvent(0.1, 2.0, 7), TrainingEvent(0.1, 1.5, 3)
     spent = Account(earlier=(done(earlier),), event=event, begun=3, secure=False)
     plan = resolve({"dataset": "digits", "sigma": 6}).plan
-    found = privacy(Case(plan, spent)).risk
+    found = privacy(DescribedRun(plan, spent)).risk
     assert found is not None
     assert found.model_dump(mode="json") == assess_risk((earlier, event), 1437).values()
     baseline = replace(spent, earlier=(), event=TrainingEvent(0.1, 0.0, 3))
-    assert privacy(Case(resolve({"dataset": "digits", "no_dp": True}).plan, baseline)).risk is None
+    assert (
+        privacy(DescribedRun(resolve({"dataset": "digits", "no_dp": True}).plan, baseline)).risk
+        is None
+    )

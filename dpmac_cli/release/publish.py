@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,12 @@ from typing import Any, Literal
 import safetensors.torch
 
 from dpmac_cli import __version__, files
+from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.pricing import price
+from dpmac_cli.accounting.risk import assess_risk
+from dpmac_cli.accounting.selection import Search
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
@@ -20,9 +26,20 @@ from dpmac_cli.models.text_encoder import adapter_of
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.sentences import AUDIT_RUN, Case, nist_statement, privacy, text
+from dpmac_cli.release.report_privacy import (
+    Computed,
+    CoveredScores,
+    Privacy,
+    Randomness,
+    RiskBounds,
+    SearchResult,
+    SeedPolicy,
+    Unit,
+)
+from dpmac_cli.release.sentences import AUDIT_RUN, DescribedRun, nist_statement, said, text
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
+from dpmac_cli.runs.headers import Event
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.tasks.task import Task
@@ -79,8 +96,8 @@ def public_facts(session: Session) -> report.Facts:
     """Return the facts of a run to publish with its weights."""
     plan, task, data = session.plan, session.task, session.plan.facts
     canaries, task_facts = plan.settings.canaries, dict[str, Any](data.task.facts)
-    case = Case(plan, session.account, session.weighed)
-    guarantee = privacy(case)
+    run = DescribedRun(plan, session.account, session.weighed)
+    guarantee = privacy(run)
     audited = (
         report.Audit(canaries=canaries, guesses=guesses(canaries), statement=AUDIT_RUN)
         if canaries
@@ -89,8 +106,8 @@ def public_facts(session: Session) -> report.Facts:
     return report.Facts(
         schema_version=report.SCHEMA_VERSION,
         optimizer=plan.optimizer.name,
-        dataset=_dataset(case),
-        model=_model(case, task, session.trainer.sums.size),
+        dataset=_dataset(run),
+        model=_model(run, task, session.trainer.sums.size),
         input=report.Input(
             levels=data.levels,
             record=task.record,
@@ -103,14 +120,104 @@ def public_facts(session: Session) -> report.Facts:
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],
         privacy=guarantee,
-        statement=nist_statement(case) if plan.private else None,
+        statement=nist_statement(run) if plan.private else None,
         audit=audited,
     )
 
 
-def _dataset(case: Case) -> report.Dataset:
+def privacy(run: DescribedRun) -> Privacy:
+    """Return the guarantee of a run with all its parts."""
+    plan, spent, delta = run.plan, run.spent, run.plan.settings.delta
+    cost = price(spent.events, delta, unit=plan.unit, search=plan.search)
+    whole = spent.event
+    if not math.isinf(plan.max_epsilon):
+        whole = plan.event.first(plan.event.steps - spent.base)
+    planned = total_epsilon((*spent.before, whole), delta)
+    risk = assess_risk(cost.done, plan.facts.train_size, plan.unit)
+    return Privacy(
+        private=plan.private,
+        epsilon=files.finite_or_none(cost.epsilon),
+        epsilon_planned=files.finite_or_none(max(planned, cost.epsilon)),
+        delta=delta if plan.private else None,
+        noise_multiplier=cost.noise_multiplier,
+        unit=Unit(
+            name=plan.unit,
+            told_by=plan.facts.unit or None,
+            records_in_a_step=plan.records_in_a_step,
+        ),
+        sampler=cost.sampler,
+        sampling_rate=cost.sampling_rate,
+        steps=cost.steps,
+        covered_scores=_covered_scores(run) if plan.score else None,
+        search=None if plan.search is None else _search(run, plan.search),
+        events=_events(spent.events),
+        adjacency="add-or-remove-one" if plan.private else None,
+        accountant=accountant_name(cost.accountant) if plan.private else None,
+        risk=RiskBounds(**risk.values()) if plan.private else None,
+        computed_from_records=_computed(run) if plan.private else None,
+        not_covered=tuple(said("not covered", run)),
+        statement=" ".join([*said("promise", run), cost.statement]),
+        seed_policy=SeedPolicy(given=spent.seeded, statement=text("seeds", run)),
+        randomness=Randomness(secure=spent.secure, statement=text("randomness", run)),
+    )
+
+
+def _events(events: Sequence[TrainingEvent]) -> tuple[Event, ...]:
+    return tuple(Event(**vars(event)) for event in events)
+
+
+def _covered_scores(run: DescribedRun) -> CoveredScores:
+    """Return what the noise of test scores costs, and training without them."""
+    events, delta = run.spent.events, run.plan.settings.delta
+    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
+    return CoveredScores(
+        released=sum(event.steps for event in tested),
+        noise_multiplier=statements.common(event.noise_multiplier for event in tested),
+        epsilon=files.finite_or_none(total_epsilon(tested, delta)),
+        epsilon_of_training=files.finite_or_none(total_epsilon(trained, delta)),
+        statement=text("covered scores", run),
+    )
+
+
+def _search(run: DescribedRun, search: Search) -> SearchResult:
+    """Return what epsilon covers of a search, of which a run is the best trial."""
+    return SearchResult(
+        mean_trials=search.trials.mean,
+        most_trials=search.trials.most,
+        epsilon_of_a_trial=files.finite_or_none(search.trial_epsilon(run.plan.settings.delta)),
+        space=search.space,
+        candidates=tuple(_events(events) for events in search.candidates),
+        statement=text("search", run),
+    )
+
+
+def _computed(run: DescribedRun) -> tuple[Computed, ...]:
+    """Return the values that a run computes from its records, and whether each is protected."""
+    facts, covered = run.plan.facts, run.plan.score
+    shape = {
+        "images": ("channels", "image size"),
+        "numbers": ("columns and their ranges",),
+        "texts": ("columns, their ranges, and largest numbers of tokens",),
+    }[facts.holds]
+    status = {
+        "weights, and all numbers of the report except those below": "protected",
+        f"number of training {run.counted}": "declared public",
+        f"number of test {run.tested}": "declared public",
+        **dict.fromkeys(
+            (facts.task.public, *shape), "published" if facts.source is None else "declared public"
+        ),
+        **dict.fromkeys(facts.inferred, "not covered"),
+        "scores of the test records": "protected" if covered else "not covered",
+        "measured times": "not covered",
+        "notes on the screen: records left out, untested classes, lack of memory": "not covered",
+        "state in checkpoint/, except measured times": "protected",
+    }
+    return tuple(Computed(what=what, status=value) for what, value in status.items())
+
+
+def _dataset(run: DescribedRun) -> report.Dataset:
     """Return the facts of the dataset, and what is said of how they were learned."""
-    facts = case.plan.facts
+    facts = run.plan.facts
     schema = facts.schema
     return report.Dataset(
         name=facts.name,
@@ -119,24 +226,24 @@ def _dataset(case: Case) -> report.Dataset:
         sha256=facts.sha256,
         own=facts.source is not None,
         held_out=facts.held_out,
-        test_note=text("test records", case) or None,
+        test_note=text("test records", run) or None,
         taken_from_records=facts.inferred,
         schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
-        public_note=text("public records", case),
-        text_note=text("texts", case) or None,
+        public_note=text("public records", run),
+        text_note=text("texts", run) or None,
     )
 
 
-def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
+def _model(run: DescribedRun, task: PreparedRun, trained: int) -> report.Model:
     """Return the facts of the network, and of the part that was public before training."""
-    plan, recorded = case.plan, case.plan.recorded
+    plan, recorded = run.plan, run.plan.recorded
     found = report.Model(
         name=plan.model.name,
         parameters=task.parameters,
         fix_norm=plan.settings.fix_norm,
         built_by=task.built_by or None,
     )
-    statement = text("public part", case)
+    statement = text("public part", run)
     if not statement:
         return found
     encoder = plan.features if isinstance(plan.features, TextEncoder) else None
