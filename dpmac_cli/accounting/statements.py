@@ -27,14 +27,24 @@ def common(values: Iterable[float]) -> float | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
-def format_epsilon(epsilon: float) -> str:
-    """Return four digits, rounded up, so a cost is never understated."""
+def format_epsilon(epsilon: float | None) -> str:
+    """Return four digits, rounded up, so a cost is never understated.
+
+    None is infinity, as in JSON.
+    """
+    if epsilon is None:
+        return "infinite"
     if epsilon == 0 or not math.isfinite(epsilon):
         return "0" if epsilon == 0 else "infinite"
     if epsilon < 1e-300:  # the scale would overflow
         return "1e-300"
     scale = 10.0 ** (3 - math.floor(math.log10(epsilon)))
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
+
+
+def cost_in_words(epsilon: float | None, delta: float) -> str:
+    """Return a privacy cost, such as "epsilon 3 at delta 1e-05"."""
+    return f"epsilon {format_epsilon(epsilon)} at delta {delta:g}"
 
 
 def statement(

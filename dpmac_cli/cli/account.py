@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import StrictBool
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import calibration
@@ -283,7 +282,9 @@ def _with_risk(row: Row) -> Row:
 def _judge(stored: float, again: float) -> None:
     """Confirm that a report's epsilon is correct. Raises InputError if it is wrong."""
     said = format_epsilon(stored)
-    if not math.isclose(again, stored, rel_tol=TOLERANCE, abs_tol=1e-9):
+    if not math.isclose(
+        again, math.inf if stored is None else stored, rel_tol=TOLERANCE, abs_tol=1e-9
+    ):
         raise InputError(
             f"The report's epsilon is wrong: it is {said}, but the events in the report cost "
             f"{format_epsilon(again)}. Do not rely on it."
@@ -300,7 +301,7 @@ def _values(row: Row) -> dict[str, Any]:
             **vars(row.search.trials),
             "epsilon_of_a_trial": finite_or_none(row.search.trial_epsilon(row.delta)),
         }
-    return {**values, "epsilon": row.epsilon if math.isfinite(row.epsilon) else None, **found}
+    return {**values, "epsilon": finite_or_none(row.epsilon), **found}
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
@@ -308,12 +309,8 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
     found = {name: [show(row) for row in rows] for name, show in FACTS.items()}
     varying = {name: cells for name, cells in found.items() if len({*cells}) > 1}
     if varying:
-        table = Table(box=None, pad_edge=False)
-        for name in varying:
-            table.add_column(name, justify="right", style="bold" if name == "epsilon" else "")
-        for row in zip(*varying.values(), strict=True):
-            table.add_row(*row)
-        out.print(table)
+        cells = zip(*varying.values(), strict=True)
+        out.print(console.plain_table(varying, cells, justify="right", bold="epsilon"))
     else:
         epsilon = ("epsilon " + found["epsilon"][0], "bold")
         out.print(Text.assemble(epsilon, f" at delta {found['delta'][0]}"))
@@ -333,13 +330,13 @@ def _print_risk(out: Console, risk: Risk) -> None:
     out.print(Text(f"\n{risk.statement}", style="bold"))
     if risk.noiseless:
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("FPR", "TPR", *(f"prior {percent(prior)}" for prior in PRIORS)):
-        table.add_column(name, justify="right")
-    for attack in risk.attacks:
-        shares = (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
-        table.add_row(*map(percent, shares))
-    out.print(table)
+    names = ("FPR", "TPR", *(f"prior {percent(prior)}" for prior in PRIORS))
+    shares = (
+        (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
+        for attack in risk.attacks
+    )
+    rows = (map(percent, row) for row in shares)
+    out.print(console.plain_table(names, rows, justify="right"))
     out.print(Text(COLUMNS_OF_RISK))
     least = format_epsilon(risk.least_delta)
     out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {least}"))

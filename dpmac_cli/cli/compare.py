@@ -182,7 +182,4 @@ def planned_runs(grid: Grid) -> Table:
     """Return a table of the runs of a study, the privacy cost of each, and their steps."""
     said = f"{counted(len(grid.runs), 'run')}; finished runs are not repeated"
     titles, *rows = grid.planned()
-    table = Table(*titles, box=None, pad_edge=False, caption=said, caption_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return console.plain_table(titles, rows, caption=said, caption_justify="left")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich import progress
-from rich.console import Console
-from rich.padding import PaddingDimensions
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
@@ -95,11 +94,29 @@ def widen(out: Console) -> None:
         out.width = UNLIMITED
 
 
-def plain_table(*columns: str, padding: PaddingDimensions = (0, 1), **more: Any) -> Table:
-    """Return a table without lines, whose cells are not wrapped."""
-    table = Table(box=None, pad_edge=False, padding=padding, **more)
+def plain_table(
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str | Text]],
+    *,
+    justify: JustifyMethod = "left",
+    bold: str = "",
+    no_wrap: bool = False,
+    **more: Any,
+) -> Table:
+    """Return a table without lines, in which text is shown as it is.
+
+    Args:
+        columns: titles of the columns, of which ``bold`` is emphasised.
+        rows: cells of each row.
+        justify, no_wrap: see :meth:`rich.table.Table.add_column`; for all columns.
+        more: see :class:`rich.table.Table`.
+    """
+    table = Table(box=None, pad_edge=False, **more)
     for name in columns:
-        table.add_column(name, no_wrap=True)
+        style = "bold" if name == bold else ""
+        table.add_column(name, justify=justify, style=style, no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

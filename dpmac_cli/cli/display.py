@@ -221,10 +221,9 @@ def summary(event: Finished, metric: str) -> Iterator[Text]:
     privacy = report["privacy"]
     yield from score_lines(report, metric)
     if privacy["private"]:
-        spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(
             "privacy ",
-            (f"epsilon {epsilon_or_dots(spent)}", "bold"),
+            (f"epsilon {statements.format_epsilon(privacy['epsilon'])}", "bold"),
             f" at delta {privacy['delta']:g} "
             f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
         )

@@ -119,10 +119,8 @@ def recipes(flags: JsonFlags) -> None:
         console.print_result(to_json({"recipes": rows}))
         return
     console.widen(out)
-    table = console.plain_table(*SHOWN, padding=(0, 1, 0, 0))
-    for row in rows:
-        table.add_row(*(Text(row.get(name, "")) for name in SHOWN))
-    out.print(table)
+    cells = ([row.get(name, "") for name in SHOWN] for row in rows)
+    out.print(console.plain_table(SHOWN, cells, no_wrap=True, padding=(0, 1, 0, 0)))
     out.print(Text("\nto run one of them:", style="bold"))
     out.print(*(Text(row["command"]) for row in rows), sep="\n", soft_wrap=True)
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
@@ -149,13 +147,8 @@ def _unreported(where: Path) -> dict[str, Any]:
 
 def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
     console.widen(out)
-    table = Table("run", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
-    for run in found:
-        path = Text(run["folder"], overflow="ellipsis", no_wrap=True)
-        table.add_row(path, *(Text(show(run) or "-") for show in COLUMNS.values()))
-    out.print(table)
+    rows = ([show(run) or "-" for show in COLUMNS.values()] for run in found)
+    out.print(console.plain_table(COLUMNS, rows, no_wrap=True, padding=(0, 1, 0, 0)))
     if any(run["seeded"] and run["private"] for run in found):
         out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
     if any(run["audit"] for run in found):
@@ -168,9 +161,8 @@ def _epsilon(run: Mapping[str, Any]) -> str:
         return "no privacy"
     if run["seeded"] is None:  # without a report, none is known yet
         return ""
-    epsilon = math.inf if run["epsilon"] is None else run["epsilon"]
     marks = SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
-    return f"{format_epsilon(epsilon)}{marks} at {run['delta']:g}"
+    return f"{format_epsilon(run['epsilon'])}{marks} at {run['delta']:g}"
 
 
 def _score(run: Mapping[str, Any]) -> str:
@@ -181,7 +173,8 @@ def _score(run: Mapping[str, Any]) -> str:
 
 
 #: Cells of a run by the names of columns.
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str | Text]] = {
+    "run": lambda run: Text(run["folder"], overflow="ellipsis"),
     "dataset": lambda run: run["dataset"],
     "optimizer": lambda run: run["optimizer"],
     "epsilon at delta": _epsilon,

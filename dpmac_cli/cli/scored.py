@@ -10,7 +10,7 @@ import typer
 from pydantic import Field, StrictBool
 from rich.text import Text
 
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.statements import cost_in_words
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
     ReplaceFile,
@@ -222,9 +222,9 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:
-        claimed, out = math.inf if found.claimed is None else found.claimed, console.stdout()
+        out = console.stdout()
         out.print(
-            f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
+            f"claimed: {cost_in_words(found.claimed, found.delta)}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
             f"proven: epsilon at least {found.curve_bound:.3f}, if only the amount of noise may be "

@@ -1,7 +1,6 @@
 """Model card of a run as Markdown, and self-contained web pages of runs and comparisons."""
 
 import functools
-import math
 import re
 from collections.abc import Mapping
 from html import escape
@@ -92,16 +91,11 @@ def templates() -> "Environment":
     )
     environment.filters |= {
         "fmt": format,
-        "epsilon": _epsilon,
+        "epsilon": statements.format_epsilon,
         "as_code": _as_code,
         "as_text": _as_text,
     }
     return environment
-
-
-def _epsilon(epsilon: float | None) -> str:
-    """Return an epsilon as it is shown; a report has none where it is infinite."""
-    return statements.format_epsilon(math.inf if epsilon is None else epsilon)
 
 
 def _as_code(name: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.libraries import stats
@@ -388,7 +388,6 @@ def remarks(comparison: Comparison) -> list[str]:
         said.append(
             f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
             "records: publishing anything learnt from all of them, such as which is best, costs "
-            f"epsilon {format_epsilon(epsilon)} at delta "
-            f"{comparison.grid.plan.settings.delta:g} in total."
+            f"{cost_in_words(epsilon, comparison.grid.plan.settings.delta)} in total."
         )
     return [*said, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]

@@ -14,7 +14,7 @@ from typing import Any
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
@@ -124,9 +124,9 @@ class SearchSpace:
         )
         for event in dict.fromkeys(candidate.event for candidate in self.plans):
             yield f"  {event.steps:,} steps with noise multiplier {event.noise_multiplier:g}"
-        one, together = map(format_epsilon, (self.search.trial_epsilon(delta), self.epsilon))
+        one = format_epsilon(self.search.trial_epsilon(delta))
         yield f"one trial: epsilon {one}, with its covered score"
-        yield f"search and model together: epsilon {together} at delta {delta:g}"
+        yield f"search and model together: {cost_in_words(self.epsilon, delta)}"
 
     def trial(self) -> Plan:
         """Return the plan of a trial, drawn at random with the operating system's bits."""
