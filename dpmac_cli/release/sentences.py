@@ -198,8 +198,8 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     (
         "public records",
         lambda run: run.inferred,
-        "Its {run.inferred} were not declared but taken from the records, and are treated as public. "
-        "One record can change them, which epsilon does not cover.",
+        "Its {run.inferred} were not declared but taken from the records, and are treated as "
+        "public. One record can change them, which epsilon does not cover.",
     ),
     (
         "public records",
@@ -242,8 +242,8 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     (
         "public part",
         lambda run: run.features == "backbone",
-        "The network takes features of an image from a public network ({run.about}), which depend on "
-        "that image alone. Neither its weights nor the data that they were trained on are covered. "
+        "The network takes features of an image from a public network ({run.about}), which depend "
+        "on that image alone. Neither its weights nor the data that they were trained on are covered. "
         "If any of the records above were in that data, epsilon does not include it.",
     ),
     (
