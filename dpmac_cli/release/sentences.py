@@ -243,8 +243,8 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "public part",
         lambda run: run.features == "backbone",
         "The network takes features of an image from a public network ({run.about}), which depend "
-        "on that image alone. Neither its weights nor the data that they were trained on are covered. "
-        "If any of the records above were in that data, epsilon does not include it.",
+        "on that image alone. Neither its weights nor the data that they were trained on are "
+        "covered. If any of the records above were in that data, epsilon does not include it.",
     ),
     (
         "public part",
