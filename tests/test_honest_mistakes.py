@@ -165,6 +165,7 @@ class Transformed(Dataset[Any]):
 REPEATED: dict[str, Callable[[Any], Any]] = {
     "three times": lambda whole: ConcatDataset([whole] * 3),
     "a rare class": lambda whole: Subset(whole, [*range(60), *[1] * 20]),
+    "added": lambda whole: whole + whole + whole,
     "beside a subset": lambda whole: ConcatDataset([whole, Subset(whole, [1] * 20)]),
 }
 

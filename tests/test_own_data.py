@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import parquet
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dpmac_cli
 from dpmac_cli import (
@@ -433,11 +433,28 @@ def repeating(whole: TensorDataset) -> dict[str, Any]:
         "subset": Subset(whole, numbers * 3),
         "counted from the end": Subset(whole, [*numbers, -1, -40]),
         "concatenated": ConcatDataset([Subset(whole, range(30)), whole]),
+        "added": whole + whole + whole,
+        "nested": Subset(Subset(whole, [*range(40), 1, 2]), range(42)),
     }
 
 
+class Read(Dataset[Any]):
+    """Reads another dataset."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
 @pytest.mark.promise("reading")
-@pytest.mark.parametrize("kind", ["subset", "counted from the end", "concatenated"])
+@pytest.mark.parametrize(
+    "kind", ["subset", "counted from the end", "concatenated", "added", "nested"]
+)
 def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kind: str) -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
     repeated = repeating(whole)[kind]
@@ -452,11 +469,11 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
                 if "copies" in note]  # fmt: skip
 
 
-def test_copies_in_deeper_nesting_are_other_records_and_counted_in_a_note() -> None:
+def test_copies_in_other_datasets_are_other_records_and_counted_in_a_note() -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
     known: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
-    nested = from_torch(Subset(Subset(whole, [*range(40), 1, 2]), range(42)), **known)
-    (note,) = resolve(dataset=nested, sigma=4).private_notes
+    read = from_torch(Read(Subset(whole, [*range(40), 1, 2])), **known)
+    (note,) = resolve(dataset=read, sigma=4).private_notes
     assert "2 records of <arrays> are exact copies of others" in note
 
 

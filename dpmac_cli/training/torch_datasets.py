@@ -34,9 +34,9 @@ def from_torch(
         train: a dataset with a length that returns (image or tensor, label) pairs by index.
         test: the same for records to test on; see :class:`ArrayData`.
         unit: unit of each record, as in :class:`ArrayData`. With ``unit="record"`` each record is a
-            unit with its copies, which are found in a ``Subset`` whose indices repeat, and in a
-            ``ConcatDataset`` of datasets or of their subsets. The records of other datasets count
-            as different ones, also if they read another dataset.
+            unit with its copies, which are found in any nesting of ``Subset`` and
+            ``ConcatDataset``. The records of other datasets count as different ones, also if they
+            read another dataset.
         unit_test: the same for records to test on.
         facts: ``classes``, ``low``, ``high`` and others, as in :class:`ArrayData`.
 
@@ -153,13 +153,14 @@ def _check_held_out(train: Sequence[Origin], test: Sequence[Origin] = ()) -> Non
 def _origins(dataset: Any) -> Iterator[Origin]:
     """Yield which record of which dataset each record is, by identity and index.
 
-    One ``ConcatDataset`` is looked into, and one ``Subset`` in each of its parts. Every other
-    dataset has records of its own, whatever it reads them from.
+    Any nesting of ``ConcatDataset`` and ``Subset`` is followed, as ``data + data + data`` makes it.
+    Every other dataset has records of its own, whatever it reads them from.
     """
-    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]
-    for part in parts:
-        if isinstance(part, Subset):
-            whole: Any = part.dataset
-            yield from ((id(whole), int(index) % len(whole)) for index in part.indices)
-        elif hasattr(part, "__len__"):
-            yield from ((id(part), row) for row in range(len(part)))
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _origins(part)
+    elif isinstance(dataset, Subset):
+        known = list(_origins(dataset.dataset))
+        yield from (known[int(index)] for index in dataset.indices)
+    elif hasattr(dataset, "__len__"):
+        yield from ((id(dataset), row) for row in range(len(dataset)))
