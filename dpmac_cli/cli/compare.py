@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import Field
@@ -29,9 +29,6 @@ from dpmac_cli.studies.results import (
     write_comparison,
 )
 from dpmac_cli.tasks.known import METRICS
-
-if TYPE_CHECKING:
-    from dpmac_cli.studies.local import Ended
 
 #: Folder of the runs of a study, in its own.
 RUNS = "runs"
@@ -131,9 +128,9 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
         held.enter_context(folder.locked(flags.out))
         missing = _missing(grid)
         events = late.local.carry_out(executor, grid.runs, missing, asked) if executor else ()
-        for event in shown(events, screen, grid, len(missing)):
-            if event.failure:
-                failures[event.number] = event.failure
+        for number, failure in shown(events, screen, grid, len(missing)):
+            if failure:
+                failures[number] = failure
         return failures, asked()
 
 
@@ -153,29 +150,32 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
 
 
 def shown(
-    events: Iterable["Ended"], screen: Console, grid: Grid, missing: int
-) -> Iterator["Ended"]:
-    """Yield events of a study. Print a line per finished run; below them, on a terminal, a bar."""
+    events: Iterable[tuple[int, str | None]], screen: Console, grid: Grid, missing: int
+) -> Iterator[tuple[int, str | None]]:
+    """Yield the runs that ended, and why they failed.
+
+    Print a line per finished run; below them, on a terminal, a bar.
+    """
     found, ended = len(grid.runs) - missing, 0
     screen.print(
         f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
     )
     with console.bar("{task.completed}/{task.total} runs", BarColumn(), console=screen) as bar:
         task = bar.add_task("", total=missing)
-        for event in events:
-            run = grid.runs[event.number]
+        for number, failure in events:
+            run = grid.runs[number]
             name = run.name
             report = finished_report(run)
-            ended += report is not None or event.failure is not None
+            ended += report is not None or failure is not None
             bar.update(task, completed=ended)
-            if event.failure:
-                screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
+            if failure:
+                screen.print(Text(f"{name}: failed: {failure}", style="red"))
             elif report is not None:
                 metric = METRICS[run.plan.settings.metric]
                 value = report["test"].get(metric.key)
                 score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
                 screen.print(Text(f"{ended}/{missing}  {name}{score}"))
-            yield event
+            yield number, failure
 
 
 def planned_runs(grid: Grid) -> Table:

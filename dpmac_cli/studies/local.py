@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Protocol
@@ -40,14 +39,6 @@ PATIENCE = 0.2
 GRACE = 15.0
 
 
-@dataclass(frozen=True)
-class Ended:
-    """End of a run in the grid; ``failure`` is None if it finished or was asked to stop."""
-
-    number: int
-    failure: str | None = None
-
-
 class LostJobError(Exception):
     """A job ended without a result."""
 
@@ -66,10 +57,11 @@ class Executor(Protocol):
 
 def carry_out(
     executor: Executor, runs: Sequence[Run], numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[Ended]:
-    """Carry out some runs of a study and yield the end of each that was started.
+) -> Iterator[tuple[int, str | None]]:
+    """Carry out some runs of a study; yield the index of each that has ended, and why it failed.
 
-    Others go on if its process dies.
+    There is no reason for a run that finished, or was asked to stop. Others go on if the process
+    of one dies.
 
     Args:
         executor: trains the runs. Those that remain at the end are asked to stop.
@@ -89,7 +81,7 @@ def carry_out(
                     jobs = {job: number for job, number in jobs.items() if not job.cancel()}
                 for job in ended:
                     number = jobs.pop(job)
-                    yield Ended(number, _failure(job, runs[number], asked.is_set()))
+                    yield number, _failure(job, runs[number], asked.is_set())
         finally:
             asked.set()
             for job in jobs:

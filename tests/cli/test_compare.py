@@ -272,7 +272,7 @@ def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) ->
     runs = grid_in(tmp_path).runs
     dies = Scripted(runs, LostJobError("signal 9"), "failed")
     ended = carry_out(dies, runs, [0, 1], lambda: False)
-    events = {event.number: event.failure for event in ended}
+    events = dict(ended)
     assert events[1] == "failed"
     assert "its process died (signal 9)" in str(events[0])
 
