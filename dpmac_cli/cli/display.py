@@ -29,7 +29,7 @@ from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.session import Evaluated, Reduced, Started, Update
+from dpmac_cli.runs.session import Evaluated, Started, Update
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation
@@ -83,10 +83,10 @@ class RunDisplay:
                 )
                 self._bar.start()
             case Update():
+                if event.chunk is not None:
+                    said = f"memory ran out in step {event.event.step}: continuing with"
+                    self.print(Text(f"{said} {event.chunk} samples at a time", ATTENTION))
                 self._move(event)
-            case Reduced():
-                said = f"memory ran out in step {event.step}: continuing with {event.chunk} samples"
-                self.print(Text(f"{said} at a time", ATTENTION))
             case Finished():
                 self.close()
                 self.print(*(Text(f"note: {doubt}", "red") for doubt in self._doubts))

@@ -13,11 +13,11 @@ from dpmac_cli.config.sources import Values
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
-from dpmac_cli.runs.session import Reduced, Session, SessionEvent, Started, Update
+from dpmac_cli.runs.session import Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run
 from dpmac_cli.training.distributed import Ranks
 
-RunEvent: TypeAlias = Started | Update | Reduced | Finished
+RunEvent: TypeAlias = Started | Update | Finished
 
 
 def train(

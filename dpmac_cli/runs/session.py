@@ -74,19 +74,14 @@ class Update:
         epsilon: epsilon spent up to the event's step, between evaluations that up to the next one;
             None while it is being computed; ``inf`` without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
+        chunk: number of samples that are processed at a time from now on, if memory ran out in the
+            last step; None if it did not.
     """
 
     event: Progress | Evaluated
     epsilon: float | None
     planned: float | None
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """Memory ran out in the last step: from now on, ``chunk`` samples are processed at a time."""
-
-    step: int
-    chunk: int
+    chunk: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -162,7 +157,7 @@ class Session:
         self.save()
         yield self
 
-    def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
+    def _updates(self, stop: Callable[[], bool]) -> Iterator[Update]:
         """Train to the last step, or until ``stop`` returns True after one.
 
         The test set is scored after each epoch and at the end. Checkpoints are saved when they are
@@ -210,11 +205,14 @@ class Session:
                     cost = saved - began
                 if scored:
                     self.write_metrics()
-                if reduced:
-                    chunk = state.chunk
-                    yield Reduced(step, chunk)
                 planned = None if epsilon is None else whole.result()
-                yield Update(event=event, epsilon=epsilon, planned=planned)
+                yield Update(
+                    event=event,
+                    epsilon=epsilon,
+                    planned=planned,
+                    chunk=state.chunk if reduced else None,
+                )
+                chunk = min(chunk, state.chunk)
                 shown = mark = time.perf_counter()  # exclude the handling of events
 
     def _next(self, step: int) -> int:
@@ -291,4 +289,4 @@ def checkpoint_due(every: str | None, step: int, steps: int, seconds: float, cos
 
 #: Events of a session; the last one is the session itself, whose model is trained but not yet
 #: published. The run's folder is locked until the next event.
-SessionEvent: TypeAlias = Started | Update | Reduced | Session
+SessionEvent: TypeAlias = Started | Update | Session
