@@ -8,7 +8,6 @@ trade-off curve of training is as claimed, few guesses are right (Mahloujifar, M
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -84,8 +83,7 @@ def as_likely(
     return True
 
 
-@dataclass(frozen=True)
-class Audit:
+class Audit(Part):
     """Audit of a run: the contents of audit.json.
 
     Attributes:
@@ -99,18 +97,18 @@ class Audit:
         ValueError: a number is out of range, or scores and coins differ in number.
     """
 
-    claimed: float | None
-    delta: float
-    guesses: int
-    scores: tuple[float, ...]
+    claimed: Number | None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    guesses: Count
+    scores: tuple[AnyNumber, ...]
     coins: tuple[bool, ...]
-    events: tuple[TrainingEvent, ...]
+    events: Events
 
-    def __post_init__(self) -> None:
-        if self.claimed is not None and self.claimed < 0:
-            raise ValueError("claimed is negative")
-        if not (0 < self.delta < 1 and 0 < self.guesses <= len(self.coins) == len(self.scores)):
-            raise ValueError("delta, guesses, scores and coins do not match")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.guesses <= len(self.coins) == len(self.scores):
+            raise ValueError("guesses, scores and coins do not match")
+        return self
 
     @property
     def right(self) -> int:
@@ -123,7 +121,8 @@ class Audit:
     @cached_property
     def curve_bound(self) -> float:
         """Lower bound on epsilon that the guesses prove for training with this trade-off curve."""
-        return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
+        events = tuple(event.done for event in self.events)
+        return curve_bound(events, self.delta, len(self.coins), self.guesses, self.right)
 
     @property
     def holds(self) -> bool:
@@ -132,7 +131,7 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **self.model_dump()}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -148,26 +147,6 @@ class Audit:
         }
 
 
-class _Header(Part):
-    """Content of audit.json."""
-
-    claimed: Number | None
-    delta: Annotated[float, Field(gt=0, lt=1)]
-    guesses: Count
-    scores: tuple[AnyNumber, ...]
-    coins: tuple[bool, ...]
-    events: Events
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.audit()
-        return self
-
-    def audit(self) -> Audit:
-        """Return the audit. Raises ValueError."""
-        return Audit(**{**dict(self), "events": tuple(event.done for event in self.events)})
-
-
 def read_audit(run: Path) -> Audit:
     """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
     if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
@@ -176,4 +155,4 @@ def read_audit(run: Path) -> Audit:
             f"with dpmac train --canaries 1000, or resume it: {folder.resume_command(run)}"
         )
     file, text = folder.read_run_file(run, folder.AUDIT, WANTED)
-    return parse_file(_Header, text, file, "is not an audit written by dpmac", WANTED).audit()
+    return parse_file(Audit, text, file, "is not an audit written by dpmac", WANTED)

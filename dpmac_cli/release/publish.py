@@ -330,9 +330,13 @@ def _write_audit(session: Session, written: report.Report) -> None:
     if not session.trainer.hooks:
         return
     [canaries] = session.trainer.hooks
-    delta = session.plan.settings.delta
-    claim = (written.privacy.epsilon, delta, guesses(len(canaries.coins)))
-    seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
-    events = tuple(e for e in session.account.events if e.records == "training")
-    found = files.to_json(audit.Audit(*claim, *seen, events).as_json())
-    files.write_atomically(session.where / folder.AUDIT, found.encode())
+    found = audit.Audit(
+        claimed=written.privacy.epsilon,
+        delta=session.plan.settings.delta,
+        guesses=guesses(len(canaries.coins)),
+        scores=tuple(canaries.scores.tolist()),
+        coins=tuple(canaries.coins.tolist()),
+        events=_events([e for e in session.account.events if e.records == "training"]),
+    )
+    text_of_audit = files.to_json(found.as_json())
+    files.write_atomically(session.where / folder.AUDIT, text_of_audit.encode())
