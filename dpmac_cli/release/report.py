@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -32,6 +31,7 @@ from dpmac_cli.runs.headers import (
     Score,
     Sha256,
     Steps,
+    Versioned,
 )
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import EvaluationMetric, Task
@@ -359,10 +359,6 @@ class Report(Facts):
         return metric, getattr(self.test, metric.key)
 
 
-class _Versioned(BaseModel):
-    schema_version: int
-
-
 def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
     """Parse the JSON text of a file as ``kind``, a model above or a dataclass.
 
@@ -374,7 +370,7 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
             wrote it.
     """
     try:
-        version = _Versioned.model_validate_json(text, strict=True).schema_version
+        version = Versioned.model_validate_json(text, strict=True).version
         if version == SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:

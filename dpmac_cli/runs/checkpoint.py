@@ -61,16 +61,17 @@ def read(run: Path) -> Checkpoint:
     try:
         tensors, header = unpacked(path_in(run).read_bytes())
         text = header[CHECKPOINT_HEADER]
-        version = headers.Versioned.model_validate_json(text).version
+        version = headers.Versioned.model_validate_json(text, strict=True).version
         if version != VERSION:
             why = (
                 f"{path_in(run)} was written by another version of dpmac (format {version}; this "
                 f"version reads {VERSION})"
             )
         else:
-            sealed = headers.Checkpoint.model_validate_json(text, strict=True)
-            if sealed.sha256 == digest(tensors, json.loads(text)["record"]):
-                return Checkpoint(tensors, sealed.record)
+            sealed = json.loads(text)
+            if sealed["sha256"] == digest(tensors, sealed["record"]):
+                record = json.dumps(sealed["record"])
+                return Checkpoint(tensors, headers.Record.model_validate_json(record, strict=True))
     except FileNotFoundError:
         why = f"{run} contains no checkpoint"
     except folder.BROKEN:

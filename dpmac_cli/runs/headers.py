@@ -6,7 +6,7 @@ so large that what follows fails or does not end.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -75,8 +75,8 @@ class Event(Part):
         return TrainingEvent(**dict(self))
 
 
-class Kept(Part):
-    """Steps that a run may have taken, as :class:`~dpmac_cli.runs.ledger.Ledger` keeps them."""
+class Spent(Part):
+    """Steps that a run may have taken: ``spent`` of spent.json, beside its checksum."""
 
     earlier: Annotated[tuple[Event, ...], Field(max_length=MOST_PARTS)]
     event: Event
@@ -93,13 +93,6 @@ class Kept(Part):
         if len({bool(event.noise_multiplier) for event in (*self.earlier, self.event)}) > 1:
             raise ValueError("some parts have noise and others none")
         return self
-
-
-class Ledger(Part):
-    """Content of spent.json, with the checksum of the rest."""
-
-    sha256: Sha256
-    spent: Kept
 
 
 class MetricsLine(Part):
@@ -154,13 +147,6 @@ class Record(Part):
 
 
 class Versioned(Part):
-    """Header of a checkpoint of any version."""
+    """Header of any version: of a checkpoint, of a model, or a file of JSON."""
 
-    version: int
-
-
-class Checkpoint(Versioned):
-    """Header of a checkpoint, with the checksum of its tensors and its record."""
-
-    sha256: Sha256
-    record: Record
+    version: Annotated[int, Field(validation_alias=AliasChoices("schema_version", "version"))]
