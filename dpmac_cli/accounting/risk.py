@@ -15,7 +15,9 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
@@ -35,18 +37,24 @@ PRIORS = (0.01, 0.1, 0.5)
 #: computation supports if that is larger.
 LEAST_DELTA = 1e-10
 LARGEST_MU = 1e3
+#: A probability, in a report.
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Bounds on every membership attack with one false positive rate."""
+    """Bounds at one false positive rate."""
 
-    false_positive_rate: float  # alpha
-    true_positive_rate: float  # the highest 1 - beta(alpha)
-    #: For each of :data:`PRIORS`, the highest probability that the record was in the data, given an
-    #: alarm at this or a higher false positive rate. No bound holds for all rates, because delta
-    #: allows rare alarms that are always right.
-    posteriors: tuple[float, ...]
+    __pydantic_config__: ClassVar = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
+    false_positive_rate: Share
+    """Probability of an alarm if the record was left out."""
+    true_positive_rate: Share
+    """Highest probability of an alarm if the record was trained on."""
+    #: No bound holds for all rates, because delta allows rare alarms that are always right.
+    posteriors: tuple[Share, ...]
+    """For each of the priors, the highest probability that the record was trained on, given an
+    alarm at this false positive rate or a higher one."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.risk import Attack, Share
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
 from dpmac_cli.runs.headers import (
     MOST_COUNT,
@@ -24,7 +25,6 @@ def _printable(text: str) -> str:
     return text
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Events = Annotated[tuple[Event, ...], Field(min_length=1, max_length=MOST_PARTS)]
 PrintableText = Annotated[str, AfterValidator(_printable)]
 
@@ -82,18 +82,6 @@ class CoveredScores(Said):
     """Privacy cost of the scores for a unit that is tested on."""
     epsilon_of_training: Number | None
     """Privacy cost for a unit that is trained on. The run's epsilon is the larger of the two."""
-
-
-class Attack(Part):
-    """Bounds at one false positive rate."""
-
-    false_positive_rate: Share
-    """Probability of an alarm if the record was left out."""
-    true_positive_rate: Share
-    """Highest probability of an alarm if the record was trained on."""
-    posteriors: tuple[Share, ...]
-    """For each of the priors, the highest probability that the record was trained on, given an
-    alarm at this false positive rate or a higher one."""
 
 
 class EpsilonAtDelta(Part):
