@@ -32,7 +32,7 @@ from dpmac_cli.config.flags import (
     takes_several,
     unknown,
 )
-from dpmac_cli.config.settings import GROUPS, Debug, DisplayFlags, PrintJson
+from dpmac_cli.config.settings import GROUPS, RENAMED, Debug, DisplayFlags, PrintJson
 
 #: Placeholders of values in the help, by their type.
 PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -55,7 +55,7 @@ class Command(TyperCommand):
             flag = typed.partition("=")[0]
             if flag.startswith("--") and flag not in known:
                 name = flag.removeprefix("--").replace("-", "_")
-                error = unknown(name, [parameter.name for parameter in self.params])
+                error = unknown(name, [parameter.name for parameter in self.params], RENAMED)
                 ctx.fail(errors.as_flags(error).replace(f"'{name}'", flag))
         return super().parse_args(ctx, args)
 

@@ -42,18 +42,6 @@ from dpmac_cli.errors import InputError, as_keywords, raise_errors
 
 #: A number in text, as a regular expression.
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-#: Settings by their names in Opacus and TensorFlow Privacy that are spelt too differently for a
-#: suggestion.
-RENAMED: Mapping[str, str] = {
-    "noise_multiplier": "sigma",
-    "target_epsilon": "epsilon",
-    "target_delta": "delta",
-    "max_grad_norm": "clip_norm",
-    "l2_norm_clip": "clip_norm",
-    "learning_rate": "lr",
-    "num_epochs": "epochs",
-    "max_physical_batch_size": "physical_batch",
-}
 T = TypeVar("T")
 Model = TypeVar("Model", bound="Flags")
 #: Fields by name. The type of the names does not matter here.
@@ -203,6 +191,8 @@ class Flags(BaseModel, frozen=True):
     not_both: ClassVar[Mapping[tuple[str, str], str]] = {}
     #: Flags that need another one: one of these.
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    #: Flags by the names that other libraries give them.
+    renamed: ClassVar[Mapping[str, str]] = {}
     if TYPE_CHECKING:
         json = schema = cast("Any", None)
     else:
@@ -228,7 +218,7 @@ class Flags(BaseModel, frozen=True):
         except ValidationError as failure:
             order = [*given]
             errors = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
-            faults = [_sentence(fault, cls.model_fields, places) for fault in errors]
+            faults = [_sentence(fault, cls, places) for fault in errors]
             raise InputError([*dict.fromkeys(faults), *contradictions]) from None
         raise_errors(contradictions)
         return found
@@ -275,10 +265,13 @@ def valid(
         return model()
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """Return the error for a name that is not one of the ``known`` settings."""
+def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
+    """Return the error for a name that is not one of the ``known`` settings.
+
+    ``renamed`` are settings by the names that other libraries give them.
+    """
     names = {*known}
-    if (ours := RENAMED.get(name)) in names:
+    if (ours := renamed.get(name)) in names:
         return f"There is no setting '{name}'. In dpmac it is called {{{ours}}}."
     return f"There is no setting '{name}'.{near(name, names, '{{{}}}'.format)}"
 
@@ -308,12 +301,12 @@ def _as_text(value: object, field: FieldInfo | None) -> object:
     return str(value) if isinstance(value, Real | Path) else value
 
 
-def _sentence(fault: ErrorDetails, known: Fields, places: Places) -> str:
+def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
     """Return an error of pydantic with the setting, the value and names that are close to it."""
     name, value = str(fault["loc"][0]), fault["input"]
-    why = fault["msg"].partition(", unable to parse")[0]
+    why, known = fault["msg"].partition(", unable to parse")[0], model.model_fields
     if name not in known:
-        error = unknown(name, known)
+        error = unknown(name, known, model.renamed)
     elif not isinstance(value, str):
         error = f"{{{name}}}: {why}, not a {type(value).__name__}."
     else:

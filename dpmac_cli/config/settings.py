@@ -38,6 +38,18 @@ from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
 LATER: Any = None
+#: Settings by their names in Opacus and TensorFlow Privacy that are spelt too differently for a
+#: suggestion.
+RENAMED: Mapping[str, str] = {
+    "noise_multiplier": "sigma",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "max_grad_norm": "clip_norm",
+    "l2_norm_clip": "clip_norm",
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "max_physical_batch_size": "physical_batch",
+}
 #: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("sigma", "epsilon", "no_dp"),
@@ -204,6 +216,7 @@ class Settings(Priced, frozen=True):
     """
 
     exclusive = EXCLUSIVE
+    renamed = RENAMED
     not_both = NOT_BOTH
     fix_norm: StrictBool = False
     """Replace batch norm with group norm in your network."""
