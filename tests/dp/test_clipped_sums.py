@@ -339,12 +339,12 @@ def test_rows_that_only_fill_a_chunk_add_nothing(kind: str) -> None:
     assert error <= TOLERANCE[torch.float32] * RECORDS
 
 
-def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
-    linear = nn.Linear(a.shape[1], delta.shape[1])
+def forms_with(a: Tensor, grad_output: Tensor) -> list[PerSampleGradients]:
+    linear = nn.Linear(a.shape[1], grad_output.shape[1])
     [layer] = find_layers(linear)
-    g = torch.cat([(delta.unsqueeze(2) * a.unsqueeze(1)).flatten(1), delta], 1)
-    outer = OuterProducts(delta.unsqueeze(1), a.unsqueeze(1), True)
-    groups = list(in_groups([Use.of(linear, a, delta)], 2))
+    g = torch.cat([(grad_output.unsqueeze(2) * a.unsqueeze(1)).flatten(1), grad_output], 1)
+    outer = OuterProducts(grad_output.unsqueeze(1), a.unsqueeze(1), True)
+    groups = list(in_groups([Use.of(linear, a, grad_output)], 2))
     pieces = Instantiated(lambda: (instantiate(layer, some) for some in groups))
     return [outer, Instantiated(lambda: [[g]]), pieces]
 
@@ -353,9 +353,9 @@ def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
 @pytest.mark.parametrize("form", range(3), ids=["outer", "instantiated", "in pieces"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None:
-    a, delta = torch.randn(3, 4), torch.randn(3, 2)
-    a[1], delta[1] = float("inf"), 0.0
-    gradients = forms_with(a, delta)[form]
+    a, grad_output = torch.randn(3, 4), torch.randn(3, 2)
+    a[1], grad_output[1] = float("inf"), 0.0
+    gradients = forms_with(a, grad_output)[form]
     theta = torch.zeros(10)
     region = ball(1.0, theta) if kind == "ball" else ellipsoid(theta + 0.1, theta + 1)
     layer = find_layers(nn.Linear(4, 2))[0]
@@ -364,7 +364,9 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
 
     gradients.weighted_sum(c.float(), valid, theta)
     expected = torch.zeros_like(theta)
-    forms_with(a[valid], delta[valid])[form].weighted_sum(c[valid].float(), valid[valid], expected)
+    forms_with(a[valid], grad_output[valid])[form].weighted_sum(
+        c[valid].float(), valid[valid], expected
+    )
     torch.testing.assert_close(theta, expected)
 
 

@@ -85,9 +85,9 @@ LAYERS: Mapping[str, Kind] = {
 }
 
 
-def use_of(module: nn.Module, inputs: Tensor, delta: Tensor, views: int = 1) -> Use:
+def use_of(module: nn.Module, inputs: Tensor, grad_output: Tensor, views: int = 1) -> Use:
     """A use of a module, of adjacent views of each sample."""
-    return Use.of(module, *(torch.unflatten(t, 0, (-1, views)) for t in (inputs, delta)))
+    return Use.of(module, *(torch.unflatten(t, 0, (-1, views)) for t in (inputs, grad_output)))
 
 
 def random_uses(
@@ -150,7 +150,7 @@ def by_autograd(layer: Layer, uses: tuple[Use, ...]) -> Tensor:
         p.requires_grad_(True)
     for sample in range(uses[0].samples):
         parts = [use.part(slice(sample, sample + 1)) for use in uses]
-        total = sum((layer.module(part.inputs) * part.delta).sum() for part in parts)
+        total = sum((layer.module(part.inputs) * part.grad_output).sum() for part in parts)
         assert isinstance(total, Tensor)
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)]))
     for p in parameters:
@@ -159,19 +159,19 @@ def by_autograd(layer: Layer, uses: tuple[Use, ...]) -> Tensor:
 
 
 def terms_of(layer: Layer, uses: tuple[Use, ...]) -> tuple[Tensor, Tensor]:
-    """delta, (samples, T, O), and a, (samples, T, K), float64, as stored."""
+    """grad_output, (samples, T, O), and a, (samples, T, K), float64, as stored."""
     module: Any = layer.module
-    delta, a = [], []
+    grad_output, a = [], []
     for use in uses:
-        rows, d = use.inputs.double(), use.delta.double()
+        rows, d = use.inputs.double(), use.grad_output.double()
         if isinstance(module, nn.Linear):
             rows, d = rows.flatten(1, -2), d.flatten(1, -2)
         else:
             options = (module.dilation, module.padding, module.stride)
             rows, d = unfold(rows, module.kernel_size, *options).mT, d.flatten(2).mT
         a.append(rows.reshape(use.samples, -1, rows.shape[2]))
-        delta.append(d.reshape(use.samples, -1, d.shape[2]))
-    return torch.cat(delta, 1), torch.cat(a, 1)
+        grad_output.append(d.reshape(use.samples, -1, d.shape[2]))
+    return torch.cat(grad_output, 1), torch.cat(a, 1)
 
 
 def joined(layer: Layer, kernel: Tensor, bias: Tensor) -> Tensor:
@@ -182,16 +182,16 @@ def joined(layer: Layer, kernel: Tensor, bias: Tensor) -> Tensor:
 
 def exact_gradients(layer: Layer, uses: tuple[Use, ...]) -> Tensor:
     """g_i of the stored floats, float64, (samples, d)."""
-    delta, a = terms_of(layer, uses)
-    return joined(layer, torch.bmm(delta.mT, a), delta.sum(1))
+    grad_output, a = terms_of(layer, uses)
+    return joined(layer, torch.bmm(grad_output.mT, a), grad_output.sum(1))
 
 
 def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid) -> Tensor:
     """The sum over positions of ||g_it/b||, of which R_i is an upper bound: (samples,)."""
-    delta, a = terms_of(layer, uses)
+    grad_output, a = terms_of(layer, uses)
     origin = replace(region, centre=torch.zeros_like(region.centre))
-    total = torch.zeros(len(delta), dtype=torch.float64)
-    for d, row in zip(delta.unbind(1), a.unbind(1), strict=True):
+    total = torch.zeros(len(grad_output), dtype=torch.float64)
+    for d, row in zip(grad_output.unbind(1), a.unbind(1), strict=True):
         term = joined(layer, d.unsqueeze(2) * row.unsqueeze(1), d)
         total += whiten(term, origin).norm(dim=1)
     return total
@@ -265,17 +265,17 @@ def within_a_sample(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
     Inputs hardly differ between positions, so that sum_t delta_t a_t^T cancels.
     """
     [use] = random_uses(kind, layer, samples)
-    a, delta = use.inputs, use.delta
+    a, grad_output = use.inputs, use.grad_output
     pixel = a.flatten(2)[:, :, :1] if a.ndim == 4 else a.flatten(1, -2)[:, :1]
     pixel = pixel.unsqueeze(3) if a.ndim == 4 else pixel.view(samples, *[1] * (a.ndim - 2), -1)
     a = pixel + rest * a
-    flat = delta.flatten(2) if a.ndim == 4 else delta.flatten(1, -2).mT.contiguous()
+    flat = grad_output.flatten(2) if a.ndim == 4 else grad_output.flatten(1, -2).mT.contiguous()
     half = flat.shape[2] // 2
     flat[:, :, half : 2 * half] = -flat[:, :, :half] + rest * flat[:, :, half : 2 * half]
     if flat.shape[2] % 2:
         flat[:, :, -1] *= rest
-    delta = flat.view_as(delta) if a.ndim == 4 else flat.mT.reshape(delta.shape)
-    return use_of(layer.module, a, delta)
+    grad_output = flat.view_as(grad_output) if a.ndim == 4 else flat.mT.reshape(grad_output.shape)
+    return use_of(layer.module, a, grad_output)
 
 
 #: Of output gradients and of inputs.
@@ -327,11 +327,11 @@ def test_slack_and_reach_bound_terms_that_cancel(
     way, ratio = way_and_ratio
     layer = LAYERS[name].layer()
     tiny = TINY if name == "linear-no-bias" and not ratio else ()
-    for by_delta, by_input in (*MAGNITUDES, *tiny):
+    for by_grad_output, by_input in (*MAGNITUDES, *tiny):
         use = within_a_sample(LAYERS[name], layer, 6, rest)
-        use = use_of(layer.module, by_input * use.inputs, by_delta * use.delta)
+        use = use_of(layer.module, by_input * use.inputs, by_grad_output * use.grad_output)
         other = random_uses(LAYERS[name], layer, 1)[0]
-        other = use_of(layer.module, by_input * other.inputs, by_delta * other.delta)
+        other = use_of(layer.module, by_input * other.inputs, by_grad_output * other.grad_output)
         region = around(exact_gradients(layer, (other,))[0], ratio)
         assert_bounded(layer, use, region, way, "ellipsoid" if ratio else "ball")
 
@@ -357,12 +357,12 @@ class Given:
         return self.gradients(rows, y, ball=ball), equal_weights(rows)
 
     def gradients(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
-        use = use_of(self.layer.module, self.use.inputs[rows], self.use.delta[rows])
+        use = use_of(self.layer.module, self.use.inputs[rows], self.use.grad_output[rows])
         return [(self.layer, make_form(self.layer, (use,)))]
 
     def reach(self, region: Ellipsoid) -> float:
         """The largest c_i R_i of the first samples."""
-        rows = torch.arange(min(32, len(self.use.delta)))
+        rows = torch.arange(min(32, len(self.use.grad_output)))
         [(_, form)] = self.gradients(rows, rows)
         found = squared(form, region, self.layer)
         return float((clipping.clip_weights(found, self.limit)[0] * found.reach.sqrt()).max())
@@ -397,9 +397,9 @@ def cancelling(
     a = 1 + spread * torch.randn(size, *kind.shape, generator=generator)
     lengths = 1 + 0.2 * spread * torch.randn(size, 1, 1, generator=generator)
     by_output = torch.randn(channels, generator=generator)
-    delta = lengths * signs.unsqueeze(1) * by_output  # (size, T, O)
-    delta = (delta if linear else delta.mT).reshape(size, *output.shape[1:])
-    return use_of(layer.module, a, delta.contiguous())
+    grad_output = lengths * signs.unsqueeze(1) * by_output  # (size, T, O)
+    grad_output = (grad_output if linear else grad_output.mT).reshape(size, *output.shape[1:])
+    return use_of(layer.module, a, grad_output.contiguous())
 
 
 SEARCHED: Mapping[str, Kind] = {
@@ -490,8 +490,8 @@ def test_samples_beyond_reach_are_added_in_float64(
     use = cancelling(SEARCHED[name], layer, 40, 1e4, 0.0, generator)
     other = cancelling(SEARCHED[name], layer, 40, 1.0, 0.1, generator)
     far = torch.arange(40) % 3 == 1
-    a, delta = use.inputs, use.delta
-    a[~far], delta[~far] = other.inputs[~far], other.delta[~far]
+    a, grad_output = use.inputs, use.grad_output
+    a[~far], grad_output[~far] = other.inputs[~far], other.grad_output[~far]
     g = exact_gradients(layer, (use,))
     region = ball(float(g[far].norm(dim=1).min()) / 2, torch.zeros(layer.stop))
     if kind == "ellipsoid":
@@ -530,7 +530,7 @@ def test_products_of_many_samples_are_added_up_in_float64(
         torch.ones(4096, *SEARCHED[name].shape),
         torch.ones(4096, *SEARCHED[name].shape),
     )
-    use.delta.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.delta.ndim - 1)))
+    use.grad_output.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.grad_output.ndim - 1)))
     total, form = torch.empty(1), make_form(layer, (use,))
     exact = exact_gradients(layer, (use,)).sum(0)
     monkeypatch.setattr(ghost_clipping, "ADDED", 1)
@@ -545,10 +545,10 @@ def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> N
     layer = Kind(lambda: nn.Linear(1, 1, bias=False), (2, 1)).layer()
     for radius in (1.0, 1e-6):
         for exponent in np.linspace(30, 45, 100):
-            delta = torch.full((1, 2, 1), 10 ** min(38.0, exponent))
+            grad_output = torch.full((1, 2, 1), 10 ** min(38.0, exponent))
             a = torch.full((1, 2, 1), 10 ** max(0.0, exponent - 38))
             with going(way, "ball"):
-                total = Given(layer, use_of(layer.module, a, delta), 1, 1).total(
+                total = Given(layer, use_of(layer.module, a, grad_output), 1, 1).total(
                     torch.arange(1), ball(radius, torch.zeros(1))
                 )
             assert total.norm() <= 1
@@ -566,11 +566,14 @@ def test_samples_that_are_not_finite_add_exactly_nothing(name: str, way: str, ki
     layer = LAYERS[name].layer()
     [use] = random_uses(LAYERS[name], layer, 9)
     region = region_of(kind, layer)
-    a, delta = use.inputs.flatten(1), use.delta.flatten(1)
+    a, grad_output = use.inputs.flatten(1), use.grad_output.flatten(1)
     a[1, 0], a[2, -1], a[3] = torch.nan, torch.inf, -torch.inf
-    delta[4, 0], delta[5, -1], delta[6] = torch.nan, -torch.inf, torch.inf
-    a[7], delta[7] = 3e38, -3e38  # finite, as are none of the products
-    delta[2], delta[5] = 0.0, torch.where(delta[5].isfinite(), 0.0, delta[5])
+    grad_output[4, 0], grad_output[5, -1], grad_output[6] = torch.nan, -torch.inf, torch.inf
+    a[7], grad_output[7] = 3e38, -3e38  # finite, as are none of the products
+    grad_output[2], grad_output[5] = (
+        0.0,
+        torch.where(grad_output[5].isfinite(), 0.0, grad_output[5]),
+    )
     given, finite = Given(layer, use, 9, 9), torch.tensor([0, 8])
     with going(way, kind):
         assert not given.total(torch.arange(1, 7), region).any()

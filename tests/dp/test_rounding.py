@@ -229,8 +229,8 @@ def test_the_third_term_is_never_too_small(count: int) -> None:
         assert exact <= found <= exact * (1 + 5e-5)
 
 
-def by_position(layer: Layer, a: Tensor, delta: Tensor) -> PositionProducts:
-    uses = (Use.of(layer.module, a, delta),)
+def by_position(layer: Layer, a: Tensor, grad_output: Tensor) -> PositionProducts:
+    uses = (Use.of(layer.module, a, grad_output),)
     found = sizes(layer, uses)
     assert found is not None
     return PositionProducts(layer, uses, found)
@@ -244,21 +244,21 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(
 ) -> None:
     """Of three terms that cancel, and a rest."""
     torch.manual_seed(0)
-    delta, a = torch.randn(20, 4, 10), torch.randn(20, 4, 300)
+    grad_output, a = torch.randn(20, 4, 10), torch.randn(20, 4, 300)
     a[:, :2] = (a[:, :2] * 1024).round() / 1024
     a[:, 2] = -a[:, 0] - a[:, 1]  # exactly
-    delta[:, 1:3] = delta[:, :1]
-    delta[:, 3] *= rest
+    grad_output[:, 1:3] = grad_output[:, :1]
+    grad_output[:, 3] *= rest
     [layer] = find_layers(nn.Linear(300, 10, bias=False))
     region = ball(1.0, torch.zeros(3000))
     if kind == "ellipsoid":
         region = ellipsoid(torch.randn(3000), torch.exp(torch.randn(3000)))
     monkeypatch.setattr(UseSizes, "pairs", 0)
-    found = by_position(layer, a, delta).squared_norms(RegionMetric(region).of(layer))
-    exact = whiten((delta.double().mT @ a.double()).flatten(1), region).square().sum(1)
+    found = by_position(layer, a, grad_output).squared_norms(RegionMetric(region).of(layer))
+    exact = whiten((grad_output.double().mT @ a.double()).flatten(1), region).square().sum(1)
     assert ((found.value - exact).abs() <= found.slack + 1e-12 * exact).all()
 
-    terms = (delta.double().unsqueeze(3) * a.double().unsqueeze(2)).flatten(2)
+    terms = (grad_output.double().unsqueeze(3) * a.double().unsqueeze(2)).flatten(2)
     reach = (terms / region.scale.double()).norm(dim=2).sum(1)
     if kind == "ellipsoid":
         reach += (region.centre.double() / region.scale.double()).norm()
@@ -314,16 +314,16 @@ def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, v
 
 @pytest.mark.promise("one")
 @pytest.mark.parametrize(
-    ("kind", "delta", "a"),
+    ("kind", "grad_output", "a"),
     [("ball", 1e-24, 1e19), ("ball", 1e19, 1e-24), ("ellipsoid", 1e19, 1e-24)],
 )
-def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) -> None:
+def test_squares_that_underflow_are_not_free(kind: str, grad_output: float, a: float) -> None:
     layer = find_layers(nn.Linear(1, 1, bias=False))[0]
     small = torch.full((1,), 1e-6)
     region = ball(1e-6, small) if kind == "ball" else ellipsoid(torch.zeros(1), small)
-    pair = OuterProducts(torch.full((1, 1, 1), delta), torch.full((1, 1, 1), a), False)
+    pair = OuterProducts(torch.full((1, 1, 1), grad_output), torch.full((1, 1, 1), a), False)
     c, _ = clip_weights(pair.squared_norms(RegionMetric(region).of(layer)), clip_limit(1))
-    assert float(c) * delta * a / 1e-6 <= 1
+    assert float(c) * grad_output * a / 1e-6 <= 1
 
 
 @pytest.mark.promise("one")

@@ -77,7 +77,7 @@ def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
         return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
-    t = sum(use.delta[0].numel() * use.rows for use in uses) // outputs
+    t = sum(use.grad_output[0].numel() * use.rows for use in uses) // outputs
     by_inputs = t * t * k
     if convolution and _single(uses):
         channels, *image = uses[0].inputs.shape[1:]
@@ -113,7 +113,7 @@ class PositionProducts:
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute the plain weight gradient with c_i delta_i, for :data:`ADDED` samples a time."""
-        c = c.to(self.uses[0].delta.dtype)
+        c = c.to(self.uses[0].grad_output.dtype)
         several = len(self.uses) > 1 or len(c) > ADDED
         total: dict[str, Tensor] = {}
         for use in self.uses:
@@ -134,42 +134,44 @@ class PositionProducts:
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
-        room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
+        room = DEVICE_PIECE if self.uses[0].grad_output.is_cuda else 4 * IN_CACHE
         return in_groups(self.uses, max(1, room // int(numbers)))
 
-    def _deltas(self, uses: Sequence[Use]) -> Tensor:
+    def _grad_outputs(self, uses: Sequence[Use]) -> Tensor:
         """Return output gradients by position, (samples, T, O)."""
         module = self.layer.module
-        return join_positions([unfold.gradients_by_position(module, u.delta, u.rows) for u in uses])
+        return join_positions(
+            [unfold.gradients_by_position(module, u.grad_output, u.rows) for u in uses]
+        )
 
     def _inputs(self, uses: Sequence[Use]) -> Tensor:
         """Return inputs by position, (samples, T, K)."""
         module = self.layer.module
         return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
-    def _reach(self, metric: LayerMetric, delta: Tensor, a: Tensor) -> Tensor:
+    def _reach(self, metric: LayerMetric, grad_output: Tensor, a: Tensor) -> Tensor:
         """Return R_i^2 or an upper bound, float64, (samples,), for (samples, T, O) and (..., K)."""
         parts = self.layer.slices
         if metric.centre is None:
-            by_delta = vector_norm(delta, dim=2, dtype=torch.float64)
-            by_delta = by_delta * metric.inverse.double().sqrt()
+            by_grad_output = vector_norm(grad_output, dim=2, dtype=torch.float64)
+            by_grad_output = by_grad_output * metric.inverse.double().sqrt()
         else:
             by_name = (metric.inverse[part].view(self.sizes.outputs, -1) for part in parts.values())
             largest = reduce(torch.maximum, (inverse.amax(1) for inverse in by_name))
-            by_delta = vector_norm(delta * largest.double().sqrt(), dim=2)
+            by_grad_output = vector_norm(grad_output * largest.double().sqrt(), dim=2)
         squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
         by_input = squares.add_(float("bias" in parts)).sqrt_()
-        reach: Tensor = (by_delta * by_input).sum(1).square_()
+        reach: Tensor = (by_grad_output * by_input).sum(1).square_()
         return reach
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
-        products = OuterProducts(self._deltas(uses), self._inputs(uses), bias)
+        products = OuterProducts(self._grad_outputs(uses), self._inputs(uses), bias)
         return products.squared_norms(metric)
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module, delta = self.layer.module, self._deltas(uses).double()
+        module, grad_output = self.layer.module, self._grad_outputs(uses).double()
         if _single(uses) and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
@@ -177,49 +179,55 @@ class PositionProducts:
             gram = a @ a.mT
         if "bias" in self.layer.parameters:
             gram += 1  # the input of a bias at every position
-        return norms_by_gram(delta @ delta.mT, gram, sum(self.sizes[:3]), metric)
+        return norms_by_gram(grad_output @ grad_output.mT, gram, sum(self.sizes[:3]), metric)
 
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
 
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
-        delta, a = self._deltas(uses), self._inputs(uses)
-        reach = self._reach(metric, delta, a)
+        grad_output, a = self._grad_outputs(uses), self._inputs(uses)
+        reach = self._reach(metric, grad_output, a)
         total, inputs = torch.zeros_like(reach), self.sizes.inputs
         if "bias" in self.layer.parameters:
-            total += metric.squares(delta.sum(1), self.layer.slices["bias"])
-        for some, part in self._pieces(delta):
-            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights().flatten(1)
+            total += metric.squares(grad_output.sum(1), self.layer.slices["bias"])
+        for some, part in self._pieces(grad_output):
+            g = OuterProducts(grad_output[some, :, part], a[some], bias=False).weights().flatten(1)
             weights = slice(part.start * inputs, part.stop * inputs)
             total[some] += metric.squares(g, weights, out=g)
-        off = reach.sqrt().mul_(roundoff(self.sizes.positions, delta.dtype))
-        slack = off * (2 * total.sqrt() + off) + roundoff(ROW, delta.dtype) * total
+        off = reach.sqrt().mul_(roundoff(self.sizes.positions, grad_output.dtype))
+        slack = off * (2 * total.sqrt() + off) + roundoff(ROW, grad_output.dtype) * total
         return SquaredNorms(total, slack, reach)
 
-    def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
+    def _pieces(self, grad_output: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
         inputs, outputs = self.sizes.inputs, self.sizes.outputs
-        room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
+        room = DEVICE_PIECE if grad_output.is_cuda else IN_CACHE
         samples = max(1, room // (inputs * outputs))
         step = -(-outputs // -(-inputs * outputs // room))
         for o in range(0, outputs, step):
-            for i in range(0, len(delta), samples):
+            for i in range(0, len(grad_output), samples):
                 yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
     def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
-        """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
+        """Return the sums over rows and positions of c d a^T, (O, K), and of c d.
+
+        d are gradients of the loss w.r.t. the outputs, and a the inputs.
+        """
         module: Any = self.layer.module
         c = c.repeat_interleave(use.rows)
         finite = None if finite is None else finite.repeat_interleave(use.rows)
-        a, delta = kept(use.inputs, finite), kept(use.delta, finite)
-        delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
-        if type(module) is not nn.Linear and delta.numel() > FEW_TERMS * self.sizes.outputs:
-            weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
-            return {"weight": weight.flatten(1), "bias": delta.transpose(0, 1).flatten(1).sum(1)}
-        delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
-        weight = delta.T @ unfold.inputs_by_position(module, a).flatten(0, 1)
-        return {"weight": weight, "bias": delta.sum(0)}
+        a, grad_output = kept(use.inputs, finite), kept(use.grad_output, finite)
+        grad_output = grad_output * c.view(-1, *[1] * (grad_output.ndim - 1))
+        if type(module) is not nn.Linear and grad_output.numel() > FEW_TERMS * self.sizes.outputs:
+            weight = unfold.kernel_gradient(module, a, grad_output, module.weight.shape)
+            return {
+                "weight": weight.flatten(1),
+                "bias": grad_output.transpose(0, 1).flatten(1).sum(1),
+            }
+        grad_output = unfold.gradients_by_position(module, grad_output).flatten(0, 1)
+        weight = grad_output.T @ unfold.inputs_by_position(module, a).flatten(0, 1)
+        return {"weight": weight, "bias": grad_output.sum(0)}
 
 
 def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) -> SquaredNorms:

@@ -58,11 +58,11 @@ def known_layers(layers: Sequence[Layer]) -> set[str]:
 
 
 def calls_by_module(
-    modules: Sequence[nn.Module], inputs: Sequence[Tensor], deltas: Sequence[Tensor]
+    modules: Sequence[nn.Module], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
 ) -> Calls:
     """Return the inputs and output gradients of calls by module."""
     calls = Calls(list)
-    for module, *found in zip(modules, inputs, deltas, strict=True):
+    for module, *found in zip(modules, inputs, grad_outputs, strict=True):
         calls[module].append((found[0], found[1]))
     return calls
 
@@ -71,8 +71,8 @@ def uses_of(layer: Layer, calls: Calls) -> list[Use]:
     """Return the uses of a recorded layer."""
     if layer.swapped:
         [module] = layer.called
-        return [Use.of(layer.module, delta, a) for a, delta in calls.get(module, [])]
-    return [Use.of(m, a, delta) for m in layer.called for a, delta in calls.get(m, [])]
+        return [Use.of(layer.module, grad_output, a) for a, grad_output in calls.get(module, [])]
+    return [Use.of(m, a, grad_output) for m in layer.called for a, grad_output in calls.get(m, [])]
 
 
 def gradients_of_sample(

@@ -132,23 +132,23 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
         return Instantiated(lambda: [whole])
     if all(type(use.module) is nn.Linear for use in uses):
         uses = [_one_after_another(uses)]
-    delta = uses[0].delta
+    grad_output = uses[0].grad_output
     samples, size = uses[0].samples, layer.stop - layer.start
-    small = samples * size <= _piece(delta)
+    small = samples * size <= _piece(grad_output)
     found = sizes(layer, uses) if len({type(use.module) for use in uses}) == 1 else None
     if found is not None:
         if found.positions == 1 and type(layer.module) is nn.Linear:
-            return OuterProducts(delta, uses[0].inputs, "bias" in layer.parameters)
+            return OuterProducts(grad_output, uses[0].inputs, "bias" in layer.parameters)
         by_position = PositionProducts(layer, tuple(uses), found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return by_position
     elif ball and (products := tied_products(uses)) is not None:
         return products
     elif samples * size > HELD:
-        step = _at_a_time(delta, size)
+        step = _at_a_time(grad_output, size)
         return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
     # A few samples at a time, whose outputs and gradients stay in the cache.
-    step = max(2, _piece(delta) // 4 // max(size, delta.numel() // samples))
+    step = max(2, _piece(grad_output) // 4 // max(size, grad_output.numel() // samples))
     columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
 
@@ -156,7 +156,7 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
 def _one_after_another(uses: Sequence[Use]) -> Use:
     """Return several uses of a Linear layer as one use at all their positions."""
     inputs = join_positions([use.inputs for use in uses])
-    return Use(uses[0].module, inputs, join_positions([use.delta for use in uses]))
+    return Use(uses[0].module, inputs, join_positions([use.grad_output for use in uses]))
 
 
 def _piece(like: Tensor) -> int:

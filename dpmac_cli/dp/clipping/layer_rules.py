@@ -60,48 +60,48 @@ class Use:
     Attributes:
         module: the module that was called.
         inputs: its input, shape (samples * rows, ...).
-        delta: gradients of the loss w.r.t. its output, shape (samples * rows, ...).
+        grad_output: gradients of the loss w.r.t. its output, shape (samples * rows, ...).
         rows: number of adjacent rows per sample, whose gradients are summed.
     """
 
     module: nn.Module
     inputs: Tensor
-    delta: Tensor
+    grad_output: Tensor
     rows: int = 1
 
     @staticmethod
-    def of(module: Any, inputs: Tensor, delta: Tensor) -> "Use":
+    def of(module: Any, inputs: Tensor, grad_output: Tensor) -> "Use":
         """Return the use of a module, given one call per sample: tensors (samples, ...) each."""
-        samples = len(delta)
+        samples = len(grad_output)
         if isinstance(module, nn.Linear):
             wide, narrow = module.out_features, module.in_features
-            by_row = inputs.reshape(samples, -1, narrow), delta.reshape(samples, -1, wide)
+            by_row = inputs.reshape(samples, -1, narrow), grad_output.reshape(samples, -1, wide)
         elif isinstance(module, nn.Embedding):
-            by_row = inputs.flatten(1), delta.reshape(samples, -1, module.embedding_dim)
+            by_row = inputs.flatten(1), grad_output.reshape(samples, -1, module.embedding_dim)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             shape = (samples, -1, *module.normalized_shape)
-            by_row = inputs.reshape(shape), delta.reshape(shape)
+            by_row = inputs.reshape(shape), grad_output.reshape(shape)
         else:
             dims = (
                 len(module.kernel_size) + 1 if isinstance(module, CONVOLUTIONS) else inputs.ndim - 2
             )
-            by_row = inputs.flatten(0, -1 - dims), delta.flatten(0, -1 - dims)
+            by_row = inputs.flatten(0, -1 - dims), grad_output.flatten(0, -1 - dims)
         a, g = by_row
         return Use(module, a.contiguous(), g.contiguous(), len(g) // samples)
 
     @property
     def samples(self) -> int:
         """Return the number of samples."""
-        return len(self.delta) // self.rows
+        return len(self.grad_output) // self.rows
 
     def part(self, samples: slice) -> "Use":
         """Return a slice of the samples, ``slice(begin, end)``."""
         rows = slice(samples.start * self.rows, samples.stop * self.rows)
-        return Use(self.module, self.inputs[rows], self.delta[rows], self.rows)
+        return Use(self.module, self.inputs[rows], self.grad_output[rows], self.rows)
 
     def double(self) -> "Use":
         """Return the use in float64."""
-        return Use(self.module, self.inputs.double(), self.delta.double(), self.rows)
+        return Use(self.module, self.inputs.double(), self.grad_output.double(), self.rows)
 
 
 def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
@@ -115,12 +115,12 @@ def instantiate(layer: Layer, uses: Sequence[Use], samples: int | None = None) -
 
     They are instantiated for a number of ``samples`` at a time, by default for all.
     """
-    delta, through = uses[0].delta, None
+    grad_output, through = uses[0].grad_output, None
     if type(layer.module) is StandardisedConv2d:
-        through = Standardisation.of(layer.module, delta.dtype)
+        through = Standardisation.of(layer.module, grad_output.dtype)
     total = uses[0].samples
     samples = samples or total
-    columns = [delta.new_empty(total, p.numel()) for p in layer.parameters.values()]
+    columns = [grad_output.new_empty(total, p.numel()) for p in layer.parameters.values()]
     groups = in_groups(uses, samples)
     for begin, (first, *others) in zip(range(0, total, samples), groups, strict=True):
         to = [column[begin : begin + samples] for column in columns]
@@ -143,7 +143,7 @@ def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParam
     for name, to in zip(layer.parameters, out, strict=True):
         found = gradients[name]
         if isinstance(found, OuterProducts):
-            found.weights(to.view(len(to), found.delta.shape[2], -1))
+            found.weights(to.view(len(to), found.grad_output.shape[2], -1))
         else:
             to.copy_(found.reshape(len(to), -1))
 
@@ -151,8 +151,8 @@ def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParam
 @rule(nn.Linear)
 def _linear(_: nn.Linear, use: Use) -> Gradients:
     """Sum over positions."""
-    weight = OuterProducts(use.delta, use.inputs, bias=False)
-    return {"weight": weight, "bias": use.delta.sum(1)}
+    weight = OuterProducts(use.grad_output, use.inputs, bias=False)
+    return {"weight": weight, "bias": use.grad_output.sum(1)}
 
 
 @rule(*CONVOLUTIONS, StandardisedConv2d)
@@ -161,18 +161,18 @@ def _convolution(conv: Any, use: Use) -> Gradients:
 
     Uses one matrix product per sample, or a grouped convolution over rows.
     """
-    samples, bias = use.samples, _over_positions(use.delta, use.rows)
+    samples, bias = use.samples, _over_positions(use.grad_output, use.rows)
     outputs, *kernel = conv.weight.shape
-    many = math.prod(kernel) > FEW_INPUTS and math.prod(use.delta.shape[2:]) > FEW_POSITIONS
-    whole = not (use.delta.is_cuda or outputs % CHANNELS or kernel[0] % CHANNELS)
+    many = math.prod(kernel) > FEW_INPUTS and math.prod(use.grad_output.shape[2:]) > FEW_POSITIONS
+    whole = not (use.grad_output.is_cuda or outputs % CHANNELS or kernel[0] % CHANNELS)
     if conv.groups == 1 and not many and not whole:
-        by_position = gradients_by_position(conv, use.delta, use.rows)
+        by_position = gradients_by_position(conv, use.grad_output, use.rows)
         patches = inputs_by_position(conv, use.inputs, use.rows)
         return {"weight": OuterProducts(by_position, patches, bias=False), "bias": bias}
     # (rows, samples * channels, ...) each: one group of channels per sample.
     a, g = (
         t.reshape(samples, use.rows, *t.shape[1:]).transpose(0, 1).flatten(1, 2)
-        for t in (use.inputs, use.delta)
+        for t in (use.inputs, use.grad_output)
     )
     shape, groups = (samples * outputs, *kernel), samples * conv.groups
     weight = kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
@@ -185,8 +185,8 @@ def _channel_norm(norm: Any, use: Use) -> Gradients:
     constant = isinstance(norm, ConstantNorm)
     a = use.inputs
     normal = norm.normalised(a) if constant else group_norm(a, norm.num_groups, eps=norm.eps)
-    weight = _over_positions(use.delta * normal, use.rows)
-    return {"weight": weight, "bias": _over_positions(use.delta, use.rows)}
+    weight = _over_positions(use.grad_output * normal, use.rows)
+    return {"weight": weight, "bias": _over_positions(use.grad_output, use.rows)}
 
 
 @rule(nn.LayerNorm, nn.RMSNorm)
@@ -194,16 +194,16 @@ def _layer_norm(norm: Any, use: Use) -> Gradients:
     """Return gradients of a norm over the last dimensions, centred or not."""
     normalise = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
     normal = normalise(use.inputs, norm.normalized_shape, eps=norm.eps)
-    return {"weight": (use.delta * normal).sum(1), "bias": use.delta.sum(1)}
+    return {"weight": (use.grad_output * normal).sum(1), "bias": use.grad_output.sum(1)}
 
 
 @rule(nn.Embedding)
 def _embedding(table: Any, use: Use) -> Gradients:
-    """Return rows of delta, summed over repeated tokens of a sample."""
+    """Return rows of grad_output, summed over repeated tokens of a sample."""
     samples, (tokens, width) = use.samples, table.weight.shape
-    g = use.delta.new_zeros(samples * tokens, width)
+    g = use.grad_output.new_zeros(samples * tokens, width)
     rows = torch.arange(samples, device=g.device).mul_(tokens).unsqueeze(1)
-    g.index_add_(0, (rows + use.inputs).flatten(), use.delta.reshape(-1, width))
+    g.index_add_(0, (rows + use.inputs).flatten(), use.grad_output.reshape(-1, width))
     g = g.view(samples, tokens, width)
     if table.padding_idx is not None:
         g[:, table.padding_idx] = 0

@@ -38,9 +38,9 @@ class _Linear(torch.autograd.Function):
         return matmul(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return matmul(deltas[0], weight.T), None, None
+        return matmul(grad_outputs[0], weight.T), None, None
 
 
 def apply(module: nn.Module, x: Tensor) -> Tensor:

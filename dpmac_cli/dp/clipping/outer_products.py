@@ -24,11 +24,11 @@ class OuterProducts:
                                                     S2_i = sum_jk delta_ij a_ik (m A)_jk,
                                                     S3   = sum_jk m_jk^2 A_jk.
 
-    ``delta`` are gradients of the loss w.r.t. the layer's outputs, ``a`` are its inputs. ``bias``
-    is True if the bias is trainable.
+    ``grad_output``, delta above, are gradients of the loss w.r.t. the layer's outputs, ``a`` are
+    its inputs. ``bias`` is True if the bias is trainable.
     """
 
-    delta: Tensor  # (samples, terms, out)
+    grad_output: Tensor  # (samples, terms, out)
     a: Tensor  # (samples, terms, in)
     bias: bool
 
@@ -36,67 +36,73 @@ class OuterProducts:
         """Return S1 - 2 S2 + S3 with matrix products, or for a ball with products of norms."""
         if metric.centre_inverse is None:
             return self._in_a_ball(metric.inverse.double())
-        u, a, delta = roundoff(self._widths, self.a.dtype), self.a, self.delta
-        a_squared, delta_squared, terms = a.square(), delta.square(), a.shape[1]
-        alike = self._contract(a_squared, delta_squared, metric.inverse)
+        u, a, grad_output = roundoff(self._widths, self.a.dtype), self.a, self.grad_output
+        a_squared, grad_output_squared, terms = a.square(), grad_output.square(), a.shape[1]
+        alike = self._contract(a_squared, grad_output_squared, metric.inverse)
         # By Cauchy-Schwarz, the error of a pair is at most u times the product of its norms.
         reach = alike.mul(1 + u).sqrt_().sum(1)
         slack = (reach + (metric.s3 * (1 + u)).sqrt()).square_().mul_(u)
-        slack.add_(self._underflow(a_squared, delta_squared, metric), alpha=terms)
-        cross = self._contract(a, delta, metric.centre_inverse)
+        slack.add_(self._underflow(a_squared, grad_output_squared, metric), alpha=terms)
+        cross = self._contract(a, grad_output, metric.centre_inverse)
         value = alike.sum(1).sub_(cross.sum(1), alpha=2).add_(metric.s3)
         if terms > 1:
             i, j = torch.triu_indices(terms, terms, 1, device=a.device)
-            across = self._contract(a[:, i] * a[:, j], delta[:, i] * delta[:, j], metric.inverse)
+            across = self._contract(
+                a[:, i] * a[:, j], grad_output[:, i] * grad_output[:, j], metric.inverse
+            )
             value.add_(across.sum(1), alpha=2)
         # With a single term, the sum reads the same floats as the norm.
         reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
         return SquaredNorms(value, slack, reach)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute (c delta)^T a, some outputs at a time."""
-        weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
+        """Compute (c grad_output)^T a, some outputs at a time."""
+        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid).view(
+            -1, self.grad_output.shape[2]
+        )
         inputs = kept(self.a, valid).view(-1, self.a.shape[2]).T
         weight, bias = self._split(out)
         rows = max(1, COPIED // len(inputs))
         parts = (torch.split(t, rows) for t in (weight, weighted.T.contiguous()))
-        for to, delta in zip(*parts, strict=True):
-            to.copy_(matmul(delta, inputs))
+        for to, grad_output in zip(*parts, strict=True):
+            to.copy_(matmul(grad_output, inputs))
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
     def double(self) -> "OuterProducts":
         """Return the gradients in float64."""
-        return OuterProducts(self.delta.double(), self.a.double(), self.bias)
+        return OuterProducts(self.grad_output.double(), self.a.double(), self.bias)
 
     def weights(self, out: Tensor | None = None) -> Tensor:
         """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
-        return torch.bmm(self.delta.mT, self.a, out=out)
+        return torch.bmm(self.grad_output.mT, self.a, out=out)
 
     @property
     def _widths(self) -> int:
         """Return the number of terms of the sums in a norm."""
-        return self.a.shape[2] + self.bias + self.delta.shape[2]
+        return self.a.shape[2] + self.bias + self.grad_output.shape[2]
 
     def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
         """Compute norms of single terms in float64; ``inverse`` is the A of all coordinates."""
-        norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
+        norms = vector_norm(self.grad_output, dim=(1, 2), dtype=torch.float64)
         s1 = norms.square_().mul_(inverse) * (
             vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
         )
         return SquaredNorms(s1, roundoff(self._widths, self.a.dtype) * s1, torch.zeros_like(s1))
 
-    def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
+    def _underflow(
+        self, a_squared: Tensor, grad_output_squared: Tensor, metric: LayerMetric
+    ) -> Tensor:
         """Return a bound on the error of S1 - 2 S2 from products that underflow.
 
         Each product loses at most the smallest normal number; the bound of a pair of terms is at
         most the mean of their bounds. Summed over the terms, shape (samples,).
         """
-        ins, outs = self.a.shape[2] + self.bias, self.delta.shape[2]
+        ins, outs = self.a.shape[2] + self.bias, self.grad_output.shape[2]
         largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
-        by_delta = delta_squared.sum(2).double().mul_(2 * ins * tiny * (4 + largest))
+        by_grad_output = grad_output_squared.sum(2).double().mul_(2 * ins * tiny * (4 + largest))
         by_a = a_squared.sum(2).double().add_(1).mul_(2 * outs * tiny * largest)
-        return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny).sum(1)
+        return by_grad_output.add_(by_a).add_(4 * (ins + 1) * outs * tiny).sum(1)
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
         """Sum outputs_tj inputs_tk coefficients_jk over j and k; float64, (samples, terms)."""
@@ -109,6 +115,6 @@ class OuterProducts:
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """View a layer's slice as weight (out, in) and bias (out,)."""
-        rows, columns = self.delta.shape[2], self.a.shape[2]
+        rows, columns = self.grad_output.shape[2], self.a.shape[2]
         weight = flat[: rows * columns].view(rows, columns)
         return weight, flat[rows * columns :] if self.bias else None

@@ -242,10 +242,12 @@ class PerSample:
                 losses, weights = of_unit(
                     losses, Weights(*(t.view(-1, self.views) for t in of_rows))
                 )
-            deltas = torch.autograd.grad(losses.sum(), outputs)
+            grad_outputs = torch.autograd.grad(losses.sum(), outputs)
         if self._results is not None:
             self._results += [out.detach() for out in outputs]
-        by_sample = [[t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, deltas)]
+        by_sample = [
+            [t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, grad_outputs)
+        ]
         calls = calls_by_module(called, *by_sample)
         return losses.detach(), weights, [uses_of(layer, calls) for layer in self.layers]
 
@@ -295,10 +297,10 @@ class PerSample:
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
         with torch.no_grad(), supported(), taps_on, DrawnAgain():
-            (deltas, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
+            (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
         if self._results is not None:
             self._results += results
-        calls = calls_by_module(called, inputs, deltas)
+        calls = calls_by_module(called, inputs, grad_outputs)
         return (
             losses,
             weights,

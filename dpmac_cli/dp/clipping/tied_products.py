@@ -93,7 +93,7 @@ def tied_products(uses: Sequence[Use]) -> TiedProducts | None:
     found = TiedProducts(
         tokens=join_positions([use.inputs for use in embeddings]),
         vectors=join_positions(list(map(_by_token, embeddings))),
-        outputs=join_positions([use.delta for use in linear]),
+        outputs=join_positions([use.grad_output for use in linear]),
         inputs=join_positions([use.inputs for use in linear]),
     )
     return found if found.pays() else None
@@ -103,6 +103,6 @@ def _by_token(use: Use) -> Tensor:
     """Return gradients w.r.t. the vectors of an embedding; those of the padding are not added."""
     table: Any = use.module
     if table.padding_idx is None:
-        return use.delta
-    of_words: Tensor = use.delta * use.inputs.ne(table.padding_idx).unsqueeze(-1)
+        return use.grad_output
+    of_words: Tensor = use.grad_output * use.inputs.ne(table.padding_idx).unsqueeze(-1)
     return of_words

@@ -54,22 +54,22 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     return by_view.reshape(samples, module.weight[0].numel(), -1).mT
 
 
-def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
+def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> Tensor:
     """Return gradients w.r.t. a layer's outputs, (samples, T, O)."""
-    samples = len(delta) // views
+    samples = len(grad_output) // views
     if isinstance(module, nn.Linear):
-        return delta.reshape(samples, -1, module.out_features)
-    by_view = delta.reshape(samples, views, len(module.weight), -1)
+        return grad_output.reshape(samples, -1, module.out_features)
+    by_view = grad_output.reshape(samples, views, len(module.weight), -1)
     return by_view.transpose(1, 2).reshape(samples, len(module.weight), -1).mT
 
 
 def kernel_gradient(
-    conv: Any, a: Tensor, delta: Tensor, shape: Sequence[int], groups: int = 1
+    conv: Any, a: Tensor, grad_output: Tensor, shape: Sequence[int], groups: int = 1
 ) -> Tensor:
     """Return the gradient w.r.t. a kernel of a given shape, summed over rows and positions."""
     a, zeros = _padded(conv, a)
     by_kernel = _BY_KERNEL[len(conv.kernel_size)]
-    gradient: Tensor = by_kernel(a, shape, delta, conv.stride, zeros, conv.dilation, groups)
+    gradient: Tensor = by_kernel(a, shape, grad_output, conv.stride, zeros, conv.dilation, groups)
     return gradient
 
 
