@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,57 @@ def by_function(output: Tensor, target: Tensor) -> Tensor:
     return distilled(output, target)
 
 
+def by_inner_function(output: Tensor, target: Tensor) -> Tensor:
+    def inner() -> Tensor:
+        return distilled(output, target)
+
+    return inner()
+
+
+#: Another module of a program, with a teacher.
+OTHER: Any = ModuleType("other")
+OTHER.__file__ = "other.py"
+
+
+def by_module(output: Tensor, target: Tensor) -> Tensor:
+    loss = Distilling(OTHER.teacher_of_other)
+    return loss(output, target)
+
+
+class ByMethod:
+    """A loss with a method, a property and a variable of its class."""
+
+    teacher: nn.Module | None = None
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.found(output, target)
+
+    def by_property(self, output: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = self.loss(output, target)
+        return found
+
+    def of_class(self, output: Tensor, target: Tensor) -> Tensor:
+        return Distilling(type(self).teacher or TEACHER)(output, target)
+
+    def found(self, output: Tensor, target: Tensor) -> Tensor:
+        return distilled(output, target)
+
+    @property
+    def loss(self) -> Any:
+        return Distilling(TEACHER)
+
+
+class Helped(nn.Module):
+    """Reads a teacher in a method beside ``forward``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helped(x)
+
+    def helped(self, x: Tensor) -> Tensor:
+        given: Tensor = TEACHER(x)
+        return given
+
+
 @pytest.mark.promise("again")
 @pytest.mark.parametrize(
     "holding",
@@ -229,9 +280,19 @@ def by_function(output: Tensor, target: Tensor) -> Tensor:
         lambda teacher: lambda *_, held=teacher: None,
         lambda teacher: partial(print, [*teacher.parameters()]),
         lambda teacher: partial(print, dict(teacher.named_parameters())),
+        lambda teacher: teacher.forward,
         lambda teacher: by_function,
+        lambda teacher: by_inner_function,
+        lambda teacher: by_module,
+        lambda teacher: ByMethod(),
+        lambda teacher: ByMethod().by_property,
+        lambda teacher: type("Held", (ByMethod,), {"teacher": teacher})().of_class,
+        lambda teacher: Helped(),
     ],
-    ids=["object", "method", "default", "keyword", "parameters", "named parameters", "function"],
+    ids=[
+        *("object", "method", "default", "keyword", "parameters", "named parameters", "forward"),
+        *("function", "inner function", "module", "own method", "property", "class", "helper"),
+    ],
 )
 def test_a_teacher_is_found_wherever_a_loss_holds_it(
     holding: Any, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +302,7 @@ def test_a_teacher_is_found_wherever_a_loss_holds_it(
     done.begin(done.steps(1))
     attach(teacher, done)
     monkeypatch.setattr(sys.modules[__name__], "TEACHER", teacher)
+    monkeypatch.setattr(OTHER, "teacher_of_other", teacher, raising=False)
     assert carried_by(network(), holding(teacher)) == (done,)
 
 

@@ -8,9 +8,10 @@ part of another network. A state dict does not hold it.
 import inspect
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
@@ -74,12 +75,14 @@ def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _parts_held_by(*holders: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of networks among some objects, and of those that they hold or read."""
-    left, seen = list(holders), dict[int, Any]()
+    left, seen = list(holders), dict[Any, Any]()
     while left:
         value = left.pop()
-        if isinstance(value, PLAIN) or id(value) in seen:
+        bound = isinstance(value, MethodType)  # another object each time that it is looked up
+        key = (id(value.__func__), id(value.__self__)) if bound else id(value)
+        if isinstance(value, PLAIN) or key in seen:
             continue
-        seen[id(value)] = value  # while it is held, no other object gets its id
+        seen[key] = value  # while it is held, no other object gets its id
         if isinstance(value, (nn.Module, nn.Parameter)):
             yield vars(value)
         if isinstance(value, nn.Module):
@@ -91,21 +94,64 @@ def _parts_held_by(*holders: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(value, partial):
             left += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, (FunctionType, MethodType)):
-            function = inspect.unwrap(value)
-            left += [function, getattr(value, "__self__", None)]  # of a compiled network, itself
-            if isinstance(function, (FunctionType, MethodType)):
-                read = inspect.getclosurevars(function)
-                left += [*read.nonlocals.values(), *filter(_is_followed, read.globals.values())]
-                given = getattr(function, "__kwdefaults__", None) or {}
-                left += [*(function.__defaults__ or ()), *given.values()]
+            holder, function = getattr(value, "__self__", None), inspect.unwrap(value)
+            while isinstance(function, MethodType):
+                function = function.__func__
+            left += [function, holder]  # of a compiled network, itself
+            if isinstance(function, FunctionType):
+                left += _read_by(function, holder)
         elif not isinstance(value, (type, ModuleType)):
             held = getattr(value, "__dict__", None)
             left += held.values() if isinstance(held, dict) else ()
+            left += _attributes(value, ["__call__"])
 
 
-def _is_followed(value: Any) -> bool:
-    """Return whether a global of a function may lead to a trained network.
+def _read_by(function: FunctionType, holder: Any) -> Iterator[Any]:
+    """Yield what a function, or one inside of it, may read, by the names in its code.
 
-    The functions of installed packages do not.
+    These are variables of functions around it, defaults, globals, attributes of modules and classes
+    among them, and attributes of its ``holder``'s class, such as other methods. The names in
+    installed packages lead to no trained network.
     """
-    return not (isinstance(value, FunctionType) and value.__code__.co_filename.startswith(PACKAGES))
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it has no value yet
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if _is_installed(function.__code__.co_filename):
+        return
+    names = set(_names(function.__code__))
+    yield from _attributes(holder, names)
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        yield value
+        if isinstance(value, ModuleType) and not _is_installed(getattr(value, "__file__", None)):
+            yield from (vars(value)[each] for each in names & vars(value).keys())
+        elif isinstance(value, type):
+            yield from _attributes(value, names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _names(value)
+
+
+def _attributes(holder: Any, names: Iterable[str]) -> Iterator[Any]:
+    """Yield attributes of an object's class, or of a class, by their names; no property is run."""
+    kind = holder if isinstance(holder, type) else type(holder)
+    for name in names:
+        found = inspect.getattr_static(kind, name, None)
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, cached_property):
+            found = found.func
+        elif isinstance(found, (classmethod, staticmethod)):
+            found = found.__func__
+        yield MethodType(found, holder) if isinstance(found, FunctionType) else found
+
+
+def _is_installed(file: str | None) -> bool:
+    """Return whether a file is of an installed package or of Python; a built-in has none."""
+    return file is None or file.startswith(PACKAGES)
