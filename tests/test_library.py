@@ -230,3 +230,15 @@ def test_the_examples_of_the_page_run_in_order(
     assert Path("training.png").stat().st_size > 10_000
     [logged] = Path("mlruns").glob("*/*/metrics/accuracy")
     assert len(logged.read_text().splitlines()) == 15
+
+
+def test_a_misspelt_keyword_of_arrays_is_refused() -> None:
+    """Classes that are not declared are taken from the records, so a typo would publish more."""
+    with pytest.raises(InputError, match=r"'clases'.*Did you mean classes"):
+        ArrayData([[0.5]], [0], low=0, high=1, clases=["a", "b"])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("settings", ["digits", torch.optim.Adam])
+def test_settings_of_another_kind_are_refused(settings: Any) -> None:
+    with pytest.raises(InputError, match="Give them as keywords"):
+        resolve(settings)

@@ -152,3 +152,15 @@ def parse_settings(flags: Settings | Values) -> dict[str, Any]:
     """Convert given flags to values and validate them. Raises InputError with every fault found."""
     settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
     return dict(settings.explicit)
+
+
+def values_of(settings: Settings | Values | None) -> Values:
+    """Return the values that a program set, by name. Raises InputError for another object."""
+    if isinstance(settings, Settings):
+        return settings.explicit
+    if settings is None or isinstance(settings, Mapping):
+        return settings or {}
+    raise InputError(
+        f"Settings cannot be a {type(settings).__name__}. Give them as keywords, such as "
+        'dataset="digits", epsilon=3, or as Settings(...).'
+    )

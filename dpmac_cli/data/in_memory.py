@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.config.flags import unknown
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 
 
 class ArrayFacts(TypedDict, total=False):
@@ -67,6 +68,8 @@ class ArrayData(InMemoryData):
         unit_test: ArrayLike | None = None,
         **facts: Unpack[ArrayFacts],
     ) -> None:
+        strange = facts.keys() - ArrayFacts.__annotations__.keys()
+        raise_errors(unknown(name, ArrayFacts.__annotations__, {}) for name in sorted(strange))
         place = _place(facts.pop("name", "arrays"))
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         given = {**records, "unit": unit, "unit_test": unit_test, **facts}

@@ -17,6 +17,7 @@ from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import values_of
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
@@ -100,7 +101,7 @@ class PrivateTraining(PrivateProgram):
         chosen: dict[str, Any] = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
-        given = {} if settings is None else settings.explicit
+        given = values_of(settings)
         if {**given, **keywords}.get("seed") is not None:
             raise InputError(NO_SEED)
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)

@@ -15,7 +15,7 @@ from dpmac_cli.config.networks import BACKBONES
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
 from dpmac_cli.config.settings import DATA, GROUPS, Settings
-from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml
+from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml, values_of
 from dpmac_cli.config.tokens import TOKENS, TextReader
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.errors import InputError, as_keywords
@@ -66,7 +66,7 @@ def resolve(
             there is none, every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    typed = settings.explicit if isinstance(settings, Settings) else settings or {}
+    typed = values_of(settings)
     flags = {**typed, **keywords}
     given = given_settings(flags, file)
     facts = facts or read_facts(given)

@@ -315,7 +315,11 @@ def _check_changes(
         named = [f"{{{name}}}" for name in refused]
         remedy = "Start a new run to change it."
         if not {*refused} & {*FIXED}:
-            elsewhere_command = folder.resume_elsewhere_command(run, map(as_flags, named))
+            changes = [
+                as_flags(f"{{{name}}}" if given[name] is True else f"{{{name}=}}{given[name]}")
+                for name in refused
+            ]
+            elsewhere_command = folder.resume_elsewhere_command(run, changes)
             remedy = f"To train with other settings: {elsewhere_command}"
         raise InputError(f"{' and '.join(named)} cannot change in a resume. {remedy}")
 
@@ -325,8 +329,8 @@ def _check_config(run: Path, written: str) -> None:
     with suppress(OSError, UnicodeDecodeError):
         if (run / folder.CONFIG).read_text(encoding="utf-8") != written:
             raise InputError(
-                f"{run / folder.CONFIG} was edited or damaged. Delete it to restore it from the "
-                "checkpoint. To change a setting, resume the run into another folder: "
+                f"{run / folder.CONFIG} was edited or damaged. Delete it, to restore it from the "
+                "checkpoint. Then, to change a setting, resume the run into another folder: "
                 f"{folder.resume_elsewhere_command(run, ['--lr 0.01'])}"
             )
 
