@@ -51,12 +51,16 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments; exit with a usage error for an option that there is not."""
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        for typed in args[: args.index("--") if "--" in args else None]:
-            flag = typed.partition("=")[0]
-            if flag.startswith("--") and flag not in known:
-                name = flag.removeprefix("--").replace("-", "_")
-                error = unknown(name, [parameter.name for parameter in self.params], RENAMED)
-                ctx.fail(errors.as_flags(error).replace(f"'{name}'", flag))
+        typed = args[: args.index("--") if "--" in args else None]
+        flags = dict.fromkeys(arg.partition("=")[0] for arg in typed if arg.startswith("--"))
+        names = [parameter.name for parameter in self.params]
+        faults = list[str]()
+        for flag in [flag for flag in flags if flag not in known]:
+            name = flag.removeprefix("--").replace("-", "_")
+            error = errors.as_flags(unknown(name, names, RENAMED))
+            faults.append(error.replace(f"'{name}'", flag))
+        if faults:
+            ctx.fail("\nError: ".join(faults))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

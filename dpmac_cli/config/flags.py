@@ -282,7 +282,8 @@ def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> 
     What replaces files is not suggested.
     """
     harmless = [name for name in names if name != "force"]
-    matches = difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
+    begun = [name for name in harmless if name.startswith(text.lower())]
+    matches = begun[:2] or difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
     return f" Did you mean {' or '.join(map(write, matches))}?" if matches else ""
 
 

@@ -15,8 +15,10 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.datasets import Defaults
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.facts import DataFacts
+from dpmac_cli.config.flags import unknown
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan as plan_run
+from dpmac_cli.config.settings import RENAMED
 from dpmac_cli.config.sources import given_settings
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
@@ -411,7 +413,7 @@ def _check_arguments(
         )
     errors += [NO_SEED] * (keywords.get("seed") is not None)
     errors += [
-        f"PrivateStep has no setting '{name}'. It has {', '.join(SETTINGS_OF_STEP)}."
+        unknown(name, SETTINGS_OF_STEP, RENAMED)
         for name in keywords
         if name not in (*SETTINGS_OF_STEP, "seed")
     ]
