@@ -838,5 +838,5 @@ def test_a_batch_far_larger_than_stated_is_refused() -> None:
 
 
 def test_a_name_of_another_library_is_answered_with_that_of_dpmac() -> None:
-    with pytest.raises(InputError, match="In dpmac it is called (--)?sigma"):
+    with pytest.raises(InputError, match=r"In dpmac it is called (--)?sigma"):
         started(noise_multiplier=1.0)

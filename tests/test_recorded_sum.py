@@ -474,7 +474,7 @@ def test_a_step_on_cuda_asks_for_one_answer(optimizer: str, network: str) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(
     "more",
-    [{"secure": True}, {"ema": 0.9}, {"views": 4, "augment": "crop-flip"}],
+    [{"secure": True}, {"ema": 0.9}, {"augmentations": 4, "augment": "crop+flip"}],
     ids=["secure", "ema", "views"],
 )
 @pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])

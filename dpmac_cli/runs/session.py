@@ -259,7 +259,8 @@ def config_file(recorded: Values, event: TrainingEvent) -> str:
         event: event of the run, or of a part of it.
     """
     sigma, per_epoch = event.noise_multiplier, event.steps_per_epoch
-    steps = recorded["steps"] if "steps" in recorded else recorded["epochs"] * per_epoch
+    epochs = recorded.get("epochs")
+    steps = epochs * per_epoch if isinstance(epochs, int) else recorded.get("steps")
     text = to_yaml(recorded)
     if sigma:
         text += f"# Noise multiplier sigma: {sigma!r}\n"
