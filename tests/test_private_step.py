@@ -243,7 +243,7 @@ class Jittered(Notes):
     """Adds a random number to every record."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**super().__getitem__(index), "jitter": torch.rand(())}
+        return {**super().__getitem__(index), "jitter": torch.rand((), dtype=torch.float64)}
 
 
 def test_random_transforms_are_others_in_every_step_and_for_every_record() -> None:
