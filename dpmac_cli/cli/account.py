@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import typer
 from pydantic import StrictBool
 from rich.console import Console
 from rich.text import Text
@@ -20,7 +21,7 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import argument, command, faults_of_file
+from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
@@ -192,11 +193,14 @@ class AccountFlags(Question, frozen=True):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 
 
-@command(
-    argument("run", "Run folder or report to recompute epsilon for.", required=False),
-    AccountFlags.model_fields,
-)
-def account(run: Path | None, **given: Any) -> None:
+@command(AccountFlags.model_fields)
+def account(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="Run folder or report to recompute epsilon for."),
+    ] = None,
+    **given: Any,
+) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
 
     Sizes and epochs default to those of the dataset (default: mnist). With --epsilon, the

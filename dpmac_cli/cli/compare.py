@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -14,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, option, stop, stop_request
+from dpmac_cli.cli.options import command, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package, private_notes
-from dpmac_cli.config.flags import Flags, OneOf, SomePath
-from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
+from dpmac_cli.config.flags import OneOf, SomePath
+from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
@@ -34,34 +33,50 @@ from dpmac_cli.tasks.known import METRICS
 RUNS = "runs"
 
 
-class CompareFlags(Flags, frozen=True):
-    """Flags of the command besides the study."""
-
-    jobs: Annotated[int | None, Field(ge=1, le=1024)] = None
-    """Maximum number of runs at a time. [default: one per core or GPU]"""
-    executor: Annotated[
-        str,
-        OneOf(("local", "ray")),
-    ] = "local"
-    """Executor of the runs. Ray needs --out, the data and the current folder on shared storage."""
-    cluster: str | None = None
-    """Address of the Ray cluster. [default: RAY_ADDRESS, or a new one on this machine]"""
-    dry_run: DryRun = False
-    config: Config = None
-    out: SomePath = Path("runs/compare")
-    """Folder of the study."""
-    json: PrintJson = False
-    quiet: Quiet = False
-    debug: Debug = False
-    not_both = MappingProxyType({("dry_run", "json"): "a plan has no table"})
+Jobs = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=1024,
+        description="Maximum number of runs at a time. [default: one per core or GPU]",
+    ),
+]
+ExecutorName = Annotated[
+    str,
+    OneOf(("local", "ray")),
+    Field(
+        description="Executor of the runs. Ray needs --out, the data and the current folder on "
+        "shared storage."
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    Field(
+        description="Address of the Ray cluster. [default: RAY_ADDRESS, or a new one on this "
+        "machine]"
+    ),
+]
+StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
 
 
 @command(
     StudyFlags.model_fields,
-    CompareFlags,
-    *(option(name, field, several=name not in ONE_VALUE) for name, field in STUDIED.items()),
+    STUDIED,
+    several=STUDIED.keys() - {*ONE_VALUE},
+    not_both={("dry_run", "json"): "a plan has no table"},
 )
-def compare(flags: CompareFlags, **given: Any) -> None:
+def compare(
+    *,
+    jobs: Jobs = None,
+    executor: ExecutorName = "local",
+    cluster: Cluster = None,
+    dry_run: DryRun = False,
+    config: Config = None,
+    out: StudyFolder = Path("runs/compare"),
+    json: PrintJson = False,
+    quiet: Quiet = False,
+    **given: Any,
+) -> None:
     """Compare optimizers, noise levels or any other setting, over several seeds.
 
     Every setting accepts several values (0.5,0.6,0.7). Values of sigma or epsilon become the
@@ -74,34 +89,33 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
-    if flags.executor == "ray":
+    if executor == "ray":
         raise_errors(fault_of_package("ray", "ray", "--executor ray"))
-    elif flags.cluster is not None:
+    elif cluster is not None:
         raise InputError(
             "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
         )
-    with console.waiting(flags.quiet, "settings"):
-        grid = plan(given, flags.config, flags.out / RUNS)
-        planned = planned_runs(grid) if flags.dry_run else None
-    if not flags.quiet:
+    with console.waiting(quiet, "settings"):
+        grid = plan(given, config, out / RUNS)
+        planned = planned_runs(grid) if dry_run else None
+    if not quiet:
         console.print_notes(grid.notes)
         console.print_private_notes(private_notes(grid.plan))
     if planned is not None:
         console.stdout().print(planned)
         return
-    out = flags.out
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
             f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
         )
-    screen = console.for_display(flags.quiet, flags.json)
-    failures, interrupted = _carry_out(grid, flags, screen)
-    with console.waiting(flags.quiet, "table"):
-        texts = write_comparison(collect(grid, failures), flags.out)
-    if flags.json:
+    screen = console.for_display(quiet, json)
+    failures, interrupted = _carry_out(grid, out, screen, executor, jobs, cluster)
+    with console.waiting(quiet, "table"):
+        texts = write_comparison(collect(grid, failures), out)
+    if json:
         console.print_result(texts[COMPARE_JSON])
-    elif not flags.quiet:
-        written = f"{flags.out}: {', '.join([*texts, folder.SUMS])}"
+    elif not quiet:
+        written = f"{out}: {', '.join([*texts, folder.SUMS])}"
         console.stdout().print(Text(f"{texts[COMPARE_MD]}\n{written}"))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
@@ -110,7 +124,9 @@ def compare(flags: CompareFlags, **given: Any) -> None:
         raise typer.Exit(MISFIT)
 
 
-def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:
+def _carry_out(
+    grid: Grid, out: Path, screen: Console, executor: str, jobs: int | None, cluster: str | None
+) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     with console.waiting(screen.quiet, "data"):
         # Nothing is written if the data or the cluster is not available.
@@ -118,16 +134,16 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor: late.local.Executor | None = None
-        if data and flags.executor == "ray":
-            held.enter_context(late.ray_cluster.connected(flags.cluster))
-            executor = late.ray_cluster.Tasks(grid.runs, flags.jobs)
+        workers: late.local.Executor | None = None
+        if data and executor == "ray":
+            held.enter_context(late.ray_cluster.connected(cluster))
+            workers = late.ray_cluster.Tasks(grid.runs, jobs)
         elif data:
-            executor = late.local.Pool(grid.runs, flags.jobs, data)
-        folder.make_folder(flags.out / RUNS)
-        held.enter_context(folder.locked(flags.out))
+            workers = late.local.Pool(grid.runs, jobs, data)
+        folder.make_folder(out / RUNS)
+        held.enter_context(folder.locked(out))
         missing = _missing(grid)
-        events = late.local.carry_out(executor, grid.runs, missing, asked) if executor else ()
+        events = late.local.carry_out(workers, grid.runs, missing, asked) if workers else ()
         for number, failure in shown(events, screen, grid, len(missing)):
             if failure:
                 failures[number] = failure

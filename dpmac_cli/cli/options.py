@@ -6,14 +6,15 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, create_model
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
@@ -22,7 +23,6 @@ from dpmac_cli.cli import console
 from dpmac_cli.config.flags import (
     Fields,
     Flags,
-    Model,
     choices_of,
     default_of,
     flag_name,
@@ -32,12 +32,12 @@ from dpmac_cli.config.flags import (
     takes_several,
     unknown,
 )
-from dpmac_cli.config.settings import GROUPS, RENAMED, Debug, DisplayFlags, PrintJson
+from dpmac_cli.config.settings import GROUPS, RENAMED, Debug
 
 #: Placeholders of values in the help, by their type.
 PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
+#: Groups of the help that are no groups of settings.
+ARGUMENTS, OPTIONS = "Arguments", "Options"
 _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -65,19 +65,22 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options by group."""
-        groups: dict[str, list[Any]] = {}
+        groups: dict[str, list[Any]] = {
+            group: [] for group in (ARGUMENTS, OPTIONS, *GROUPS.values())
+        }
         for parameter in self.get_params(ctx):
-            groups.setdefault(group_of(parameter), []).append(parameter.get_help_record(ctx))
+            groups[group_of(parameter)].append(parameter.get_help_record(ctx))
         for group, records in groups.items():
-            with formatter.section(group):
-                formatter.write_dl(records)
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
 
 
 def group_of(parameter: Any) -> str:
     """Return the group of the help that a parameter of a command is in."""
     if parameter.param_type_name == "argument":
-        return "Arguments"
-    return GROUPS.get(parameter.name, "Options")
+        return ARGUMENTS
+    return GROUPS.get(parameter.name, OPTIONS)
 
 
 def without_placeholders(parameters: list[Any]) -> list[Any]:
@@ -86,16 +89,6 @@ def without_placeholders(parameters: list[Any]) -> list[Any]:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     return parameters
-
-
-def argument(
-    name: str, text: str, *, required: bool = True, several: bool = False
-) -> inspect.Parameter:
-    """Return a parameter that becomes a positional argument of one path, or of several."""
-    shown = typer.Argument(metavar=name.upper(), help=text)
-    one: Any = list[Path] if several else Path
-    kind, default = (one, ...) if required else (one | None, None)
-    return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
 def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parameter:
@@ -140,9 +133,8 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         console.prepare_streams()
-        shown = take(DisplayFlags, dict(given))
         try:
-            with console.waiting(shown.quiet):
+            with console.waiting(given.get("quiet", False)):
                 command(**given)
             console.check_kept()
         except (typer.Exit, typer.Abort):
@@ -153,7 +145,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001  (any bug is one message)
-            if shown.debug:
+            if given["debug"]:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
@@ -198,41 +190,48 @@ def stop_request() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-class JsonFlags(Flags, frozen=True):
-    """Flags of a command that only prints, perhaps as JSON."""
-
-    json: PrintJson = False
-    debug: Debug = False
-
-
 def command(
-    *given: inspect.Parameter | type[Flags] | Fields,
+    *settings: Fields,
+    several: Collection[str] = (),
+    not_both: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator of a function, which gives it the signature that typer reads.
+    """Return a decorator of a function, which makes it a command that typer can read.
+
+    Its positional parameters are arguments. Those by keyword are options: they have the type,
+    limits, help and default of a field, and are validated as such. Every command has ``--debug``.
 
     Args:
-        given: arguments; options; models, whose validated flags become the first arguments of the
-            function; and fields of other models, whose options remain text.
+        settings: fields whose options remain text, and are further keywords of the function.
+        several: names of those of them that accept several values.
+        not_both: options that contradict each other, and why.
     """
-    parameters, models = list[inspect.Parameter](), list[type[Flags]]()
-    for part in given:
-        if isinstance(part, inspect.Parameter):
-            parameters.append(part)
-            continue
-        if isinstance(part, type):
-            models.append(part)
-        fields = part.model_fields if isinstance(part, type) else part
-        parameters += (option(name, field) for name, field in fields.items())
+    fields = {name: field for some in settings for name, field in some.items()}
 
     def signed(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(function).parameters.values()
+        arguments = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        flags: dict[str, Any] = {
+            each.name: (each.annotation, each.default)
+            for each in parameters
+            if each.kind is each.KEYWORD_ONLY
+        }
+        own = create_model(function.__name__, __base__=Flags, **flags)
+        own.not_both = not_both
+        shown: dict[Any, FieldInfo] = {**fields, **own.model_fields}
+        shown.setdefault("debug", FieldInfo.from_annotated_attribute(Debug, False))
+        signature = [each.replace(kind=each.KEYWORD_ONLY) for each in arguments]
+        signature += [option(name, field, several=name in several) for name, field in shown.items()]
+
         @reports_failures
         @functools.wraps(function)
         def call(**typed: Any) -> None:
-            flags = [take(model, typed) for model in models]
-            function(*flags, **typed)
+            if "debug" not in fields:
+                del typed["debug"]
+            validated = own.model_validate({name: typed.pop(name) for name in own.model_fields})
+            function(**typed, **{name: getattr(validated, name) for name in own.model_fields})
 
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in signature}
         return call
 
     return signed
@@ -247,14 +246,11 @@ def built(name: str, function: Callable[..., None]) -> TyperCommand:
     return only
 
 
-def take(model: type[Model], given: dict[str, Any]) -> Model:
-    """Remove the fields of a model from given options, and validate them.
-
-    Raises InputError with every fault found.
-    """
-    return model.model_validate({n: given.pop(n) for n in model.model_fields if n in given})
-
-
+#: Arguments and options that commands share.
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Trained = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, or a model.safetensors.")
+]
 ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file.")]
 
 

@@ -5,23 +5,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import StrictBool
+import typer
+from pydantic import Field, StrictBool
+from pydantic.fields import FieldInfo
 from rich.filesize import decimal
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import (
-    JsonFlags,
-    ReplaceFile,
-    argument,
-    command,
-    faults_of_file,
-)
-from dpmac_cli.config.flags import Flags, OneOf, Several, SomePath, near
+from dpmac_cli.cli.options import ReplaceFile, RunFolder, command, faults_of_file
+from dpmac_cli.config.flags import Fields, OneOf, Several, SomePath, near
 from dpmac_cli.config.named import SHOWN, recipe_rows
-from dpmac_cli.config.settings import (
-    Debug,
-)
+from dpmac_cli.config.settings import PrintJson
 from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
@@ -29,38 +23,25 @@ from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
 from dpmac_cli.release.card import answered_card, run_page
 from dpmac_cli.studies.results import COMPARE_JSON, study_page
 
-Answer = str | None
+#: Answers of a model card that only its publisher knows, by the names of their options.
+ANSWERS: Mapping[str, str] = {
+    "data_curator": "Person or organisation that publishes the model.",
+    "intended_use": "What the model is intended for, and what it is not.",
+    "contact": "Contact for questions.",
+    "region": "Region that the records come from.",
+    "access_and_collection": (
+        "Who can access the records, and what else is collected about the same people."
+    ),
+    "justification": "Justification of epsilon, delta and the unit of privacy.",
+}
+OF_ANSWERS: Fields = {
+    name: FieldInfo(annotation=str, default=None, description=text)
+    for name, text in ANSWERS.items()
+}
 
 
-class CardAnswers(Flags, frozen=True):
-    """Answers of a model card that only its publisher knows."""
-
-    data_curator: Answer = None
-    """Person or organisation that publishes the model."""
-    intended_use: Answer = None
-    """What the model is intended for, and what it is not."""
-    contact: Answer = None
-    """Contact for questions."""
-    region: Answer = None
-    """Region that the records come from."""
-    access_and_collection: Answer = None
-    """Who can access the records, and what else is collected about the same people."""
-    justification: Answer = None
-    """Justification of epsilon, delta and the unit of privacy."""
-    debug: Debug = False
-
-
-class ReportFlags(Flags, frozen=True):
-    """Flags of ``dpmac report``."""
-
-    html: SomePath = Path("report.html")
-    """File to write."""
-    force: ReplaceFile = False
-    debug: Debug = False
-
-
-@command(argument("run", "A run folder."), CardAnswers)
-def card(answers: CardAnswers, run: Path) -> None:
+@command(OF_ANSWERS)
+def card(run: RunFolder, **answers: str | None) -> None:
     """Print the model card of a run as Markdown.
 
     The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
@@ -71,16 +52,21 @@ def card(answers: CardAnswers, run: Path) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     rows = {
-        name.replace("_", " "): " ".join(text.split())
-        for name, text in answers.explicit.items()
-        if name != "debug"
+        name.replace("_", " "): " ".join((text or "").split()) for name, text in answers.items()
     }
     written = {name: text for name, text in rows.items() if text}
     console.print_result(answered_card(run, written))
 
 
-@command(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
-def report(flags: ReportFlags, path: Path) -> None:
+@command()
+def report(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A run folder, or a folder of dpmac compare.")
+    ],
+    *,
+    html: Annotated[SomePath, Field(description="File to write.")] = Path("report.html"),
+    force: ReplaceFile = False,
+) -> None:
     """Write a web page for a run or a comparison: one self-contained file with figures.
 
     For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
@@ -94,8 +80,7 @@ def report(flags: ReportFlags, path: Path) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    html = flags.html
-    raise_errors(faults_of_file(html, (".html",), flags.force, "html"))
+    raise_errors(faults_of_file(html, (".html",), force, "html"))
     with console.waiting(quiet=False, first="report"):
         is_study = (path / COMPARE_JSON).is_file()
         page = study_page(path) if is_study else run_page(path)
@@ -103,8 +88,8 @@ def report(flags: ReportFlags, path: Path) -> None:
     console.stdout().print(Text(f"{html}: web page of {path}, in one file"))
 
 
-@command(JsonFlags)
-def recipes(flags: JsonFlags) -> None:
+@command()
+def recipes(*, json: PrintJson = False) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
 
     --epsilon means the recipe best: the best run for this budget, by one rule. --sigma means the
@@ -115,7 +100,7 @@ def recipes(flags: JsonFlags) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
     out, rows = console.stdout(), recipe_rows()
-    if flags.json:
+    if json:
         console.print_result(to_json({"recipes": rows}))
         return
     console.widen(out)
@@ -126,8 +111,8 @@ def recipes(flags: JsonFlags) -> None:
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
 
 
-@command(JsonFlags)
-def env(flags: JsonFlags) -> None:
+@command()
+def env(*, json: PrintJson = False) -> None:
     """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
 
     Fallbacks are tried on a tiny network: how its layers must run on this machine so that no
@@ -138,7 +123,7 @@ def env(flags: JsonFlags) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
     found = late.environment.facts()
-    if flags.json:
+    if json:
         console.print_result(to_json(found))
         return
     console.print_result("".join(f"{name}: {_text(value)}\n" for name, value in found.items()))
@@ -154,41 +139,39 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-Named = Several[str] | None
+Label = Annotated[Several[str], Field(description="Column to predict.")]
+Dropped = Annotated[Several[str], Field(description="Columns to leave out, separated by commas.")]
+Dates = Annotated[
+    Several[str], Field(description="Columns of dates or times, separated by commas.")
+]
+Booleans = Annotated[
+    Several[str],
+    Field(description="Columns of two values, such as ja and nein, separated by commas."),
+]
+Texts = Annotated[
+    Several[str], Field(description="Columns of texts, such as notes, separated by commas.")
+]
+Encoding = Annotated[
+    str,
+    OneOf((UTF8, "cp1252"), (is_encoding, "another encoding that Python knows")),
+    Field(
+        description="Encoding of a CSV, such as cp1252 for files of older Windows programs. The "
+        "draft declares it."
+    ),
+]
 
 
-class Columns(Flags, frozen=True):
-    """Flags of ``dpmac schema``."""
-
-    label: Named = None
-    """Column to predict."""
-    drop: Named = None
-    """Columns to leave out, separated by commas."""
-    date: Named = None
-    """Columns of dates or times, separated by commas."""
-    boolean: Named = None
-    """Columns of two values, such as ja and nein, separated by commas."""
-    text: Named = None
-    """Columns of texts, such as notes, separated by commas."""
-    encoding: Annotated[
-        str,
-        OneOf((UTF8, "cp1252"), (is_encoding, "another encoding that Python knows")),
-    ] = UTF8
-    """Encoding of a CSV, such as cp1252 for files of older Windows programs. The draft declares
-    it."""
-    debug: Debug = False
-
-
-class CacheFlags(Flags, frozen=True):
-    """Flags of ``dpmac cache``."""
-
-    clear: StrictBool = False
-    """Remove all files."""
-    debug: Debug = False
-
-
-@command(argument("file", "Table in CSV or Parquet."), Columns)
-def schema(flags: Columns, file: Path) -> None:
+@command()
+def schema(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Table in CSV or Parquet.")],
+    *,
+    label: Label = (),
+    drop: Dropped = (),
+    date: Dates = (),
+    boolean: Booleans = (),
+    text: Texts = (),
+    encoding: Encoding = UTF8,
+) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 
     The draft contains the table's columns and nothing from its records. Fill in the range or
@@ -202,21 +185,20 @@ def schema(flags: Columns, file: Path) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    kinds = late.table.column_kinds(late.csv_file.CsvFile(file, flags.encoding))
-    named = {n: [*of] for n, of in flags.explicit.items() if isinstance(of, tuple)}
-    raise_errors(_faults_of_columns(named, kinds, file))
-    label, drop = next(iter(named.pop("label", [])), None), named.pop("drop", [])
-    kinds |= {name: flag for flag, names in named.items() for name in names}
+    kinds = late.table.column_kinds(late.csv_file.CsvFile(file, encoding))
+    declared = {"date": date, "boolean": boolean, "text": text}
+    raise_errors(_faults_of_columns({"label": label, "drop": drop, **declared}, kinds, file))
+    kinds |= {name: kind for kind, names in declared.items() for name in names}
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
-    console.print_result(draft(file, kinds, label, drop, escaped, flags.encoding))
+    console.print_result(draft(file, kinds, next(iter(label), None), drop, escaped, encoding))
 
 
 def _faults_of_columns(
     named: Mapping[str, Sequence[str]], columns: Iterable[str], file: Path
 ) -> Iterator[str]:
     """Yield faults of flags that name columns of a table."""
-    if len(labels := named.get("label", ())) > 1:
+    if len(labels := named["label"]) > 1:
         yield (
             f"--label {','.join(labels)}: a model predicts one column. Train one model for each "
             f"number, with a schema of its own: --label {labels[0]} --drop {','.join(labels[1:])}."
@@ -232,8 +214,8 @@ def _faults_of_columns(
             yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
 
 
-@command(CacheFlags)
-def cache(flags: CacheFlags) -> None:
+@command()
+def cache(*, clear: Annotated[StrictBool, Field(description="Remove all files.")] = False) -> None:
     """Show or clear the cache of decoded images, and of features of public backbones and frozen
     layers.
 
@@ -246,7 +228,7 @@ def cache(flags: CacheFlags) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     folder, limit = cache_folder(), cache_size()
-    removed = late.cache.make_room(folder, -1) if flags.clear else []
+    removed = late.cache.make_room(folder, -1) if clear else []
     sizes = [file.stat().st_size for file in late.cache.kept_files(folder)]
     total, most = decimal(sum(sizes)), decimal(int(limit))
     said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"

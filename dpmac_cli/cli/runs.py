@@ -1,20 +1,22 @@
 """dpmac runs: one line per run, from its public files alone. Loads no torch."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from json import loads
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import JsonFlags, argument, command
+from dpmac_cli.cli.options import command
 from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.settings import PrintJson
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
@@ -37,11 +39,15 @@ DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
 
 
-@command(
-    argument("folders", "Where to look. [default: runs]", required=False, several=True),
-    JsonFlags,
-)
-def runs(flags: JsonFlags, folders: list[Path] | None) -> None:
+@command()
+def runs(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FOLDERS", help="Where to look. [default: runs]"),
+    ] = None,
+    *,
+    json: PrintJson = False,
+) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
 
     Runs are looked for in these folders and below them.
@@ -59,7 +65,7 @@ def runs(flags: JsonFlags, folders: list[Path] | None) -> None:
     )
     places = {where.resolve(): where for root in roots for where in _runs_below(root)}
     found = sorted(map(_facts, places.values()), key=lambda run: run["changed"], reverse=True)
-    if flags.json:
+    if json:
         console.print_result(to_json({"runs": found}))
     elif found:
         _print(console.stdout(), found)
@@ -90,7 +96,7 @@ def _is_run(where: Path) -> bool:
         if folder.is_configured(where):
             return True
         # Any report, also one that cannot be read, so that what it cost is not overlooked.
-        report = json.loads((where / folder.REPORT).read_bytes())
+        report = loads((where / folder.REPORT).read_bytes())
         return {"schema_version", "privacy"} <= set(report)
     return False
 

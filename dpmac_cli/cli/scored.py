@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,22 +11,10 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import cost_in_words
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import (
-    ReplaceFile,
-    argument,
-    command,
-    faults_of_file,
-)
+from dpmac_cli.cli.options import ReplaceFile, Trained, command, faults_of_file
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.config.flags import Flags, OneOf, SomePath
-from dpmac_cli.config.settings import (
-    OWN_DATA,
-    DataDir,
-    Debug,
-    Device,
-    PrintJson,
-    Quiet,
-)
+from dpmac_cli.config.flags import OneOf, SomePath
+from dpmac_cli.config.settings import OWN_DATA, DataDir, Device, PrintJson, Quiet
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
@@ -57,48 +44,64 @@ OwnFactory = Annotated[
 ]
 
 
-class EvalFlags(Flags, frozen=True):
-    """Flags of ``dpmac eval``."""
+EvaluatedOn = Annotated[
+    str | None,
+    OneOf(DATASETS, OWN_DATA),
+    Field(description="Dataset to evaluate on. [default: the dataset that it was trained on]"),
+]
+JudgeAudit = Annotated[
+    StrictBool,
+    Field(
+        description="For a run with --canaries: compare the epsilon that the attack proves with "
+        "the guarantee."
+    ),
+]
+NewRecords = Annotated[
+    Path, typer.Argument(metavar="DATA", help="Images, texts, an .npz or a table.")
+]
+Predictions = Annotated[SomePath, Field(description="CSV file to write.")]
+SkipBad = Annotated[
+    StrictBool,
+    Field(description="Leave out unusable records and files instead of rejecting all."),
+]
+IdColumn = Annotated[
+    str | None,
+    Field(
+        description="Column of the table to keep as id beside each prediction. [default: id, if "
+        "there is one]"
+    ),
+]
+Continuation = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=10_000,
+        description="Number of tokens that a language model adds to a text. [default: 50]",
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        le=100,
+        description="Of the draws of these tokens; 0 for the most probable ones. [default: 1]",
+    ),
+]
+#: Why an audit takes no dataset.
+GUESSES = "an audit scores guesses, not test samples"
 
-    dataset: Annotated[str | None, OneOf(DATASETS, OWN_DATA)] = None
-    """Dataset to evaluate on. [default: the dataset that it was trained on]"""
-    model: OwnFactory = None
-    audit: StrictBool = False
-    """For a run with --canaries: compare the epsilon that the attack proves with the guarantee."""
-    json: PrintJson = False
-    data_dir: DataDir = None
-    device: Device = "auto"
-    debug: Debug = False
-    not_both = MappingProxyType(
-        dict.fromkeys(
-            (("audit", "dataset"), ("audit", "data_dir")),
-            "an audit scores guesses, not test samples",
-        )
-    )
 
-
-class PredictFlags(Flags, frozen=True):
-    """Flags of ``dpmac predict``."""
-
-    model: OwnFactory = None
-    out: SomePath = Path("predictions.csv")
-    """CSV file to write."""
-    force: ReplaceFile = False
-    skip_bad: StrictBool = False
-    """Leave out unusable records and files instead of rejecting all."""
-    id: str | None = None
-    """Column of the table to keep as id beside each prediction. [default: id, if there is one]"""
-    length: Annotated[int | None, Field(ge=1, le=10_000)] = None
-    """Number of tokens that a language model adds to a text. [default: 50]"""
-    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
-    """Of the draws of these tokens; 0 for the most probable ones. [default: 1]"""
-    device: Device = "auto"
-    quiet: Quiet = False
-    debug: Debug = False
-
-
-@command(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
-def evaluate(flags: EvalFlags, run: Path) -> None:
+@command(not_both={("audit", "dataset"): GUESSES, ("audit", "data_dir"): GUESSES})
+def evaluate(
+    run: Trained,
+    *,
+    dataset: EvaluatedOn = None,
+    model: OwnFactory = None,
+    audit: JudgeAudit = False,
+    json: PrintJson = False,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
     Examples:
@@ -110,28 +113,35 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
     or the audit contradicts the guarantee.
     """
-    if flags.audit:  # only reads files of the run
-        with console.waiting(flags.json, "bounds"):
+    if audit:  # only reads files of the run
+        with console.waiting(json, "bounds"):
             found = late.audit.read_audit(run)
             verdict = found.verdict()
-        _judge(found, verdict, run, flags.json)
+        _judge(found, verdict, run, json)
         return
-    with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
-        scored = late.prediction.score(
-            run, flags.dataset, flags.data_dir, flags.device, flags.model
-        )
-    if flags.dataset is not None and scored.held_out:
+    with console.waiting(json, "scores"), console.kept_clear(json):
+        scored = late.prediction.score(run, dataset, data_dir, device, model)
+    if dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
-        console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
-    _show(scored, flags.json)
+        console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
+    _show(scored, json)
 
 
-@command(
-    argument("run", "A run folder, or a model.safetensors."),
-    argument("data", "Images, texts, an .npz or a table."),
-    PredictFlags,
-)
-def predict(flags: PredictFlags, run: Path, data: Path) -> None:
+@command()
+def predict(
+    run: Trained,
+    data: NewRecords,
+    *,
+    model: OwnFactory = None,
+    out: Predictions = Path("predictions.csv"),
+    force: ReplaceFile = False,
+    skip_bad: SkipBad = False,
+    id: IdColumn = None,
+    length: Continuation = None,
+    temperature: Temperature = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
     """Predict classes or numbers of new records, or continue texts, by a trained model.
 
     DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
@@ -146,19 +156,18 @@ def predict(flags: PredictFlags, run: Path, data: Path) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
     ran out or the device failed.
     """
-    out, quiet = flags.out, flags.quiet
     nowhere = {run: f" {WANTED_MODEL}", data: ""}
     absent = [
         f"{path} does not exist.{wanted}" for path, wanted in nowhere.items() if not path.exists()
     ]
-    raise_errors([*faults_of_file(out, (".csv",), flags.force), *absent])
+    raise_errors([*faults_of_file(out, (".csv",), force), *absent])
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         found = late.prediction.predict(
-            *(run, data, flags.device, flags.model),
-            skip_bad=flags.skip_bad,
-            id_column=flags.id,
-            length=flags.length,
-            temperature=flags.temperature,
+            *(run, data, device, model),
+            skip_bad=skip_bad,
+            id_column=id,
+            length=length,
+            temperature=temperature,
         )
     found.write(out)
     if found.skipped.records:

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, stop, stop_request, take
-from dpmac_cli.config.flags import Flags, SomePath
-from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
+from dpmac_cli.cli.options import command, stop, stop_request
+from dpmac_cli.config.flags import SomePath
+from dpmac_cli.config.settings import SETTINGS, Config, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
 from dpmac_cli.files import to_json
@@ -23,18 +25,20 @@ if TYPE_CHECKING:
 OF_MACHINE: tuple[str, ...] = ("data_dir", "device")
 
 
-class Start(Flags, frozen=True):
-    """Flags of the command besides the settings."""
-
-    config: Config = None
-    resume: SomePath | None = None
-    """Resume the run in this folder with the same settings, or with --out in a new folder with
-    other settings, such as --epochs. Add --model if it is your own network."""
-    not_both = MappingProxyType({("resume", "config"): "a run has its settings"})
-
-
-@command(Start, SETTINGS)
-def train(start: Start, **flags: Any) -> None:
+@command(SETTINGS, not_both={("resume", "config"): "a run has its settings"})
+def train(
+    *,
+    config: Config = None,
+    resume: Annotated[
+        SomePath | None,
+        Field(
+            description="Resume the run in this folder with the same settings, or with --out in a "
+            "new folder with other settings, such as --epochs. Add --model if it is your own "
+            "network."
+        ),
+    ] = None,
+    **flags: Any,
+) -> None:
     """Train a model under differential privacy.
 
     Defaults depend on the dataset. Flags take precedence over --config FILE. A run writes one
@@ -49,14 +53,14 @@ def train(start: Start, **flags: Any) -> None:
     """
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        _train(start, flags, None)
+        _train(flags, config, resume)
         return
     # If a process dies, torch would show the others' stacks. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     ranks = late.distributed.join()
     try:
         if ranks.leads:
-            _train(start, flags, ranks)
+            _train(flags, config, resume, ranks)
         else:
             _assist(flags, ranks)
     finally:
@@ -65,15 +69,20 @@ def train(start: Start, **flags: Any) -> None:
         os._exit(0)  # a gloo thread may abort a process that exits normally
 
 
-def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
+def _train(
+    flags: dict[str, Any],
+    config: Path | None,
+    run: Path | None,
+    ranks: "Ranks | None" = None,
+) -> None:
+    """Start a run, or resume the given one, and follow it."""
     resolved = None
-    if run := start.resume:
+    if run:
         late.folder.check_run_folder(run)
         settings = Settings.model_validate(flags)
     else:
-        shown = take(DisplayFlags, dict(flags))
-        with console.waiting(shown.quiet, "settings"):
-            resolved = late.resolve.resolve(flags, start.config)
+        with console.waiting(flags["quiet"], "settings"):
+            resolved = late.resolve.resolve(flags, config)
         settings = resolved.plan.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))

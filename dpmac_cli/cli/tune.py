@@ -1,43 +1,45 @@
 """dpmac tune: search for the best settings, and publish the best trial only."""
 
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, option, stop, stop_request, take
+from dpmac_cli.cli.options import command, stop, stop_request
 from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.flags import Flags, SomePath
-from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
-from dpmac_cli.errors import INTERRUPTED, InputError
+from dpmac_cli.config.flags import Fields, SomePath
+from dpmac_cli.config.settings import SETTINGS, Config, DryRun, PrintJson, Quiet
+from dpmac_cli.errors import INTERRUPTED
 from dpmac_cli.files import to_json
-from dpmac_cli.studies.search import (
-    DECIDED,
-    RELEASED,
-    SEARCHED,
-    SearchFlags,
-    plan_search,
-)
+from dpmac_cli.studies.search import DECIDED, RELEASED, SEARCHED, SearchFlags, plan_search
 
-#: Settings of a training run that a search does not decide itself; several values are drawn from.
-SHARED = [
-    option(name, field, several=name in SEARCHED)
+#: Settings of a training run that a search does not decide itself.
+SHARED: Fields = {
+    name: field
     for name, field in SETTINGS.items()
     if name not in DECIDED and name not in ("cover_scores", "out")
-]
+}
 
 
-class TuneFlags(Flags, frozen=True):
-    """Flags of the command besides the settings of its trials."""
-
-    dry_run: DryRun = False
-    config: Config = None
-    out: SomePath | None = None
-    """Folder of the search, and of the published run. [default: runs/tune]"""
-
-
-@command(TuneFlags, SearchFlags.model_fields, *SHARED)
-def tune(flags: TuneFlags, **given: Any) -> None:
+@command(
+    SearchFlags.model_fields,
+    SHARED,
+    several=SEARCHED,
+    not_both={("dry_run", "json"): "a plan has no report"},
+)
+def tune(
+    *,
+    dry_run: DryRun = False,
+    config: Config = None,
+    out: Annotated[
+        SomePath | None,
+        Field(description="Folder of the search, and of the published run. [default: runs/tune]"),
+    ] = None,
+    json: PrintJson = False,
+    quiet: Quiet = False,
+    **given: Any,
+) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 
     Settings with several values (5,10,20) or a range of numbers (1e-4:0.1) are drawn at random for
@@ -51,20 +53,17 @@ def tune(flags: TuneFlags, **given: Any) -> None:
     trial has a result, memory ran out or the device failed, 130 interrupted (nothing was
     released, and nothing spent).
     """
-    shown, json = take(DisplayFlags, dict(given)), bool(given.pop("json", False))
-    if flags.dry_run and json:
-        raise InputError("--dry-run and --json contradict each other. Give one.")
-    with console.waiting(shown.quiet, "settings and noise"):
-        space = plan_search(given, flags.config, flags.out)
-    if not shown.quiet:
+    with console.waiting(quiet, "settings and noise"):
+        space = plan_search(given, config, out)
+    if not quiet:
         console.print_notes(space.notes)
         console.print_private_notes(private_notes(space.plans[0]))
-    screen = console.stdout() if flags.dry_run else console.for_display(shown.quiet, json)
+    screen = console.stdout() if dry_run else console.for_display(quiet, json)
     screen.print(*space.lines(), sep="\n")
-    if flags.dry_run:
+    if dry_run:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
-    with console.waiting(shown.quiet, "searching"), stop_request() as asked:
+    with console.waiting(quiet, "searching"), stop_request() as asked:
         try:
             [finished] = late.tune.carry_out_search(space, asked)
         except KeyboardInterrupt:

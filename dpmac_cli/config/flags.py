@@ -155,7 +155,7 @@ def help_of(field: FieldInfo) -> str:
 def default_of(field: FieldInfo) -> str:
     """Return the default of a field in words; "" if there is none."""
     words = " ".join((field.description or "").split()).partition(" [default: ")[2]
-    if words or not is_given(field.default):
+    if words or not is_given(field.default) or field.default == ():
         return words.removesuffix("]")
     return str(field.default)
 

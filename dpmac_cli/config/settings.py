@@ -180,13 +180,6 @@ def _named_or_in_memory(value: object) -> object:
     )
 
 
-class DisplayFlags(Flags, frozen=True):
-    """Flags that decide how much a command prints."""
-
-    quiet: Quiet = False
-    debug: Debug = False
-
-
 class Priced(Flags, frozen=True):
     """Settings that the privacy cost of a run follows from, apart from its noise and length."""
 
