@@ -36,7 +36,7 @@ from dpmac_cli.config.flags import (
 )
 from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS
 from dpmac_cli.config.plan import NOT_RECORDED
-from dpmac_cli.config.settings import EXCLUSIVE, GROUPS, NOT_BOTH, SETTINGS, Settings
+from dpmac_cli.config.settings import GROUPS, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.runs.resolve import resolve
@@ -462,10 +462,9 @@ def exclusions() -> str:
 
 
 def _exclusions() -> Iterator[str]:
-    for group in EXCLUSIVE:
-        yield f"{flags(group)} answer the same question. A flag replaces a file's answer."
     for names, why in NOT_BOTH.items():
-        yield f"{flags(names)}: {why}."
+        same = "answer the same question. A flag replaces a file's answer"
+        yield f"{flags(names)}: {why}." if why else f"{flags(names)} {same}."
 
 
 def flags(names: Iterable[str]) -> str:

@@ -494,6 +494,26 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     assert "smaller {delta}" in note
 
 
+@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
+def test_a_text_with_commas_may_be_a_list_of_its_parts(file: Path, kind: type) -> None:
+    parts: Mapping[str, tuple[object, ...]] = {
+        "feature_range": (0, 1.5),
+        "class_weights": (1, 15),
+        "shares": (0.9, 0.1),
+        "classes": ("cat", "dog"),
+    }
+    texts = {name: ",".join(map(str, of)) for name, of in parts.items()}
+    assert Settings(**{name: kind(of) for name, of in parts.items()}).explicit == texts
+    file.write_text("".join(f"{name}: [{text}]\n" for name, text in texts.items()))
+    assert given_settings({}, file).explicit == texts
+    with pytest.raises(InputError, match="two numbers, such as 0,1, not '0,1,2'"):
+        Settings(feature_range=kind((0, 1, 2)))
+    with pytest.raises(InputError, match="not a"):  # a comma within a name
+        Settings(classes=kind(("cat,big", "dog")))
+    with pytest.raises(InputError, match="not a"):
+        Settings(optimizer=kind(("dp-sgd",)))
+
+
 def test_a_recorded_setting_that_is_gone_is_named() -> None:
     with pytest.raises(InputError, match="There is no setting 'no_isolate'"):
         given_settings({}, by_setting({"dataset": "digits", "no-isolate": True}))

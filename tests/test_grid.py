@@ -78,6 +78,27 @@ def test_a_text_with_commas_is_one_value() -> None:
     assert listed_values("lr", "0.1,0.2") == ["0.1", "0.2"]
 
 
+def test_a_list_of_the_parts_of_a_text_is_one_value() -> None:
+    assert listed_values("class_weights", [1, 15]) == ["1,15"]
+    assert listed_values("class_weights", ["1,15", "balanced"]) == ["1,15", "balanced"]
+    assert listed_values("class_weights", [[1, 15], (1, 2)]) == ["1,15", "1,2"]
+    assert listed_values("unit", ["patient", "clinic"]) == ["patient", "clinic"]
+
+
+def test_contradictions_are_reported_with_faults_of_values(tmp_path: Path) -> None:
+    assert faults(sigma="1", epsilon="3", batch_size="x") == (
+        "--batch-size: Input should be a valid integer, not 'x'.",
+        "--sigma and --epsilon contradict each other: give one.",
+    )
+    file = tmp_path / "study.yaml"
+    file.write_text("lr: y\nfeatures: scatter\nbackbone: efficientnet-lite0\n")
+    with pytest.raises(InputError) as caught:
+        plan({"dataset": "digits"}, file, ROOT)
+    value, both = caught.value.errors
+    assert value.startswith(f"{file}, line 1: lr: Input should be a valid number")
+    assert both.startswith(f"{file}, line 2: backbone and features contradict each other")
+
+
 def test_a_setting_without_effect_is_no_second_run() -> None:
     """--kappa says nothing to DP-Adam, which is run once."""
     study = grid(optimizers="dp-adam,dp-macadam", kappa="paper,tracked", sigma="1", seeds="2")

@@ -92,6 +92,14 @@ def test_a_misspelt_setting_is_refused() -> None:
         resolve().plan.event.sigam  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_what_resolve_returns_can_be_trained(tmp_path: Path) -> None:
+    resolved = resolve(dataset="digits", sigma=2, steps=1, out=tmp_path / "run")
+    assert finish(train(resolved)).state == "finished"
+    for other in ({"dataset": "digits"}, Settings(dataset="digits")):
+        with pytest.raises(InputError, match=r"cannot be trained from a \w+\. Resolve"):
+            train(other)  # type: ignore[arg-type]
+
+
 @pytest.mark.promise("facts")
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):

@@ -4,9 +4,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import create_model
+from torch import Tensor
 
+from dpmac_cli import (
+    InputError,
+    Moments,
+    Optimizer,
+    PrivateMean,
+    register_optimizer,
+    resolve,
+    train,
+)
+from dpmac_cli.optim import OPTIMIZERS
 from tests.digits_runs import report_of
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +75,40 @@ def started(*command: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     return done.stdout
+
+
+def register_own(*, clips: str = "ball", **fields: float) -> None:
+    """Register an optimizer of these fields, with a step of SGD."""
+
+    class Own(Optimizer, frozen=True):
+        """An optimizer of a program."""
+
+        def update(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+            theta.sub_(private.value, alpha=eta)
+
+    kind = create_model("Own", __base__=Own, **{n: (float, v) for n, v in fields.items()})  # type: ignore[call-overload]
+    kind.clips = clips
+    register_optimizer("own")(kind)
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"lr": 1.0, "clip_norm": 1.0, "betta1": 0.9}, "has the field betta1, .* mean beta1"),
+        ({"lr": 1.0}, "clips to 'ball', which needs clip_norm. Declare it"),
+        ({"clip_norm": 1.0}, "declare a default of the field"),
+        ({"lr": 1.0, "clips": "bal"}, "clips to 'bal'. Set clips to one of ball, adaclip"),
+    ],
+    ids=["unknown field", "no norm", "no rate", "no region"],
+)
+def test_an_optimizer_that_cannot_be_set_is_refused_with_the_remedy(
+    declared: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", OPTIMIZERS["dp-sgd"])  # removed at the end
+    register_own(**declared)
+    with pytest.raises(InputError, match=f"own .*{said}"):
+        list(train(resolve(dataset="digits", optimizer="own", sigma=2, steps=1)))
+    assert os.listdir() == []
 
 
 @pytest.mark.long

@@ -146,6 +146,36 @@ def test_a_schema_that_cannot_be_used_is_refused(
     )
 
 
+def test_a_fault_of_a_schema_names_its_line_and_the_key_that_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        "label:\n"
+        "  - column: y\n"
+        "    clases: [a, b]\n"
+        "columns:\n"
+        "  age: {rang: [0, 1]}\n"
+        "  sex:\n"
+        "    categories: [m, m]\n"
+        "test: {colum: part, values: [1]}\n"
+        "dorp: [id]\n"
+    )
+    with pytest.raises(InputError) as caught:
+        read_schema(file)
+    said = "\n".join(caught.value.errors)
+    for line, fault in (
+        (3, r"label\.clases: .*\. Did you mean classes\?"),
+        (5, r"columns\.age\.rang: .*\. Did you mean range\?"),
+        (7, r"columns\.sex\.categories: m is declared 2 times"),
+        (8, r"test\.colum: .*\. Did you mean column\?"),
+        (8, r"test\.column: Field required"),
+        (9, r"dorp: .*\. Did you mean drop\?"),
+    ):
+        assert re.search(f"{re.escape(str(file))}, line {line}: {fault}", said), said
+    file.write_text("drop: [a]\nlabel: {column: y, classes: [a, b]}\ndrop: [b]\n")
+    with pytest.raises(InputError, match="line 3: drop is declared 2 times"):
+        read_schema(file)
+
+
 @pytest.mark.promise("reading")
 def test_no_input_is_beyond_its_range(tmp_path: Path) -> None:
     table = PATIENTS.replace("130", "1e300").replace("30,f", "-1e300,f")

@@ -71,7 +71,7 @@ class Question(Priced, frozen=True):
     """Target epsilon: solve for a setting that meets it."""
     accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
-    exclusive = (("epochs", "steps"), ("dataset", "dataset_size"))
+    not_both = MappingProxyType({("epochs", "steps"): "", ("dataset", "dataset_size"): ""})
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.config.flags import (
     Fields,
     Flags,
+    NotBoth,
     choices_of,
     default_of,
     flag_name,
@@ -193,7 +194,7 @@ def stop_request() -> Iterator[Callable[[], bool]]:
 def command(
     *settings: Fields,
     several: Collection[str] = (),
-    not_both: Mapping[tuple[str, str], str] = MappingProxyType({}),
+    not_both: NotBoth = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator of a function, which makes it a command that typer can read.
 

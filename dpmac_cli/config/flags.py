@@ -46,6 +46,8 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound="Flags")
 #: Fields by name. The type of the names does not matter here.
 Fields = Mapping[Any, FieldInfo]
+#: Groups of settings of which one may be given, and why.
+NotBoth = Mapping[tuple[str, ...], str]
 #: Where values were written, by the names of their settings: "run.yaml, line 3".
 Places = Mapping[str, str]
 
@@ -97,6 +99,8 @@ def _split(value: object) -> object:
 
 #: A path that is not empty.
 SomePath = Annotated[Path, BeforeValidator(_not_empty)]
+#: Mark of a setting whose value is one text with commas, such as "0,1", or a list of its parts.
+JOINED = "joined"
 #: One value or several, separated by commas.
 Several = Annotated[tuple[T, ...], BeforeValidator(_split)]
 
@@ -185,10 +189,8 @@ class Flags(BaseModel, frozen=True):
         ignored_types=(_Hidden,),
         use_attribute_docstrings=True,
     )
-    #: Groups of which one may be given.
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    #: Flags that contradict each other, and why.
-    not_both: ClassVar[Mapping[tuple[str, str], str]] = {}
+    #: Groups of flags of which one may be given, and why; "" for ways to say the same.
+    not_both: ClassVar[NotBoth] = {}
     #: Flags that need another one: one of these.
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Flags by the names that other libraries give them.
@@ -212,7 +214,7 @@ class Flags(BaseModel, frozen=True):
             if is_given(value)
         }
         places = info.context or {}
-        contradictions = [_in_file(error, places) for error in cls.contradictions(given)]
+        contradictions = [in_file(error, places) for error in cls.contradictions(given)]
         try:
             found = handler(given)
         except ValidationError as failure:
@@ -226,13 +228,11 @@ class Flags(BaseModel, frozen=True):
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the faults of flags that exclude or need each other, from given values by name."""
-        for group in cls.exclusive:
+        for group, why in cls.not_both.items():
             names = [f"{{{name}}}" for name in group if name in given]
             if len(names) > 1:
-                yield f"{' and '.join(names)} contradict each other: give one."
-        for (one, other), why in cls.not_both.items():
-            if one in given and other in given:
-                yield f"{{{one}}} and {{{other}}} contradict each other: {why}. Give one."
+                remedy = f"{why}. Give one" if why else "give one"
+                yield f"{' and '.join(names)} contradict each other: {remedy}."
         yield from lonely(given, cls.needs)
 
     @property
@@ -287,7 +287,7 @@ def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> 
     return f" Did you mean {' or '.join(map(write, matches))}?" if matches else ""
 
 
-def _in_file(error: str, places: Places) -> str:
+def in_file(error: str, places: Places) -> str:
     """Return a contradiction, after the place of the first of its settings that is from a file."""
     for name, place in places.items():
         if f"{{{name}}}" in error:
@@ -296,9 +296,12 @@ def _in_file(error: str, places: Places) -> str:
 
 
 def _as_text(value: object, field: FieldInfo | None) -> object:
-    """Return a number or a path as text, and text and the values of switches unchanged."""
+    """Return a number, a path or the parts of a text as text, and the values of switches as is."""
     if isinstance(value, bool):
         return value if field is None or is_switch(field) else str(value).lower()
+    if isinstance(value, list | tuple) and field is not None and JOINED in field.metadata:
+        texts = [*map(str, value)]
+        return value if any("," in text for text in texts) else ",".join(texts)
     return str(value) if isinstance(value, Real | Path) else value
 
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import TrainingEvent, score_event
@@ -14,6 +16,7 @@ from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
 from dpmac_cli.config.encoders import TextEncoder, read_encoder
 from dpmac_cli.config.facts import DataFacts
+from dpmac_cli.config.flags import near
 from dpmac_cli.config.networks import (
     BACKBONES,
     Backbone,
@@ -24,9 +27,9 @@ from dpmac_cli.config.networks import (
     UserModel,
     parse_model,
 )
-from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
+from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
 from dpmac_cli.config.sources import over
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, first_fault, raise_errors
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 
 #: Settings that do not describe a run, which config.yaml does not have.
@@ -208,9 +211,26 @@ def with_noise(recorded: Mapping[str, Any], event: TrainingEvent) -> Mapping[str
 
 
 def optimizer_of(settings: Settings) -> Optimizer:
-    """Return the optimizer of completed settings, with its hyperparameters."""
+    """Return the optimizer of completed settings, with its hyperparameters.
+
+    Raises InputError for a user-supplied optimizer whose fields cannot be set.
+    """
     kind = OPTIMIZERS[settings.optimizer]
-    return kind(**{name: getattr(settings, name) for name in kind.used()})
+    known = [name for name, group in GROUPS.items() if group == OPTIMIZER and name != "optimizer"]
+    raise_errors(
+        f"{{optimizer=}}{kind.name} has the field {name}, which is not a setting of optimizers."
+        f"{near(name, known)} Its fields are some of {', '.join(known)}. Declare any other number "
+        "as a ClassVar."
+        for name in kind.used()
+        if name not in known
+    )
+    try:
+        return kind(**{name: getattr(settings, name) for name in kind.used()})
+    except ValidationError as failure:
+        raise InputError(
+            f"{{optimizer=}}{kind.name} cannot have these settings ({first_fault(failure)}). Use "
+            "another value, or declare a default of the field."
+        ) from failure
 
 
 def event_of(settings: Settings, records: int) -> TrainingEvent:

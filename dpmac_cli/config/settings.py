@@ -19,13 +19,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.encoders import ENCODERS
 from dpmac_cli.config.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.config.facts import STANDARDS, TABLES, InMemoryData
-from dpmac_cli.config.flags import (
-    NUMBER,
-    Fields,
-    Flags,
-    OneOf,
-    SomePath,
-)
+from dpmac_cli.config.flags import JOINED, NUMBER, Fields, Flags, NotBoth, OneOf, SomePath
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.config.tokens import MAX_TOKENS, MIN_TOKENS
@@ -50,14 +44,12 @@ RENAMED: Mapping[str, str] = {
     "num_epochs": "epochs",
     "max_physical_batch_size": "physical_batch",
 }
-#: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
-EXCLUSIVE: tuple[tuple[str, ...], ...] = (
-    ("sigma", "epsilon", "no_dp"),
-    ("max_epsilon", "no_dp"),
-    ("epochs", "steps"),
-)
-#: Settings that contradict each other, and why.
-NOT_BOTH: Mapping[tuple[str, str], str] = {
+#: Settings that contradict each other, and why. Those without a reason are ways to say the same: a
+#: flag replaces a file's setting.
+NOT_BOTH: NotBoth = {
+    ("sigma", "epsilon", "no_dp"): "",
+    ("max_epsilon", "no_dp"): "",
+    ("epochs", "steps"): "",
     ("features", "pretrained"): "public weights are for networks that take images",
     ("backbone", "features"): "a network takes only one of them",
     ("schema", "feature_range"): "a schema declares the range of every column",
@@ -208,7 +200,6 @@ class Settings(Priced, frozen=True):
         InputError: lists every invalid value and contradiction.
     """
 
-    exclusive = EXCLUSIVE
     renamed = RENAMED
     not_both = NOT_BOTH
     fix_norm: StrictBool = False
@@ -252,13 +243,14 @@ class Settings(Priced, frozen=True):
     [default: the largest that the format can hold]"""
     classes: Annotated[
         str | None,
+        JOINED,
         OneOf(besides=(CLASS_NAMES.fullmatch, "two names or more, such as cat,dog")),
     ] = None
     """Names of your classes, in order of label, such as cat,dog. [default: as found]"""
     standardise: Annotated[str, OneOf(STANDARDS)] = "half"
     """Public constants to standardise images with; half maps them to [-1, 1]."""
     feature_range: Annotated[
-        str | None, OneOf(besides=(TWO_NUMBERS.fullmatch, "two numbers, such as 0,1"))
+        str | None, JOINED, OneOf(besides=(TWO_NUMBERS.fullmatch, "two numbers, such as 0,1"))
     ] = None
     """Public range to clip columns of numbers to, such as 0,1."""
     schema: str | Path | None = None  # type: ignore[assignment]
@@ -347,12 +339,14 @@ class Settings(Priced, frozen=True):
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
+        JOINED,
         OneOf((BALANCED,), (NUMBERS.fullmatch, "two numbers or more, such as 1,15")),
     ] = None
     """Public weights of the classes, such as 1,15, divided by the largest. They multiply a record's
     gradient after clipping. With balanced: the inverse of --shares."""
     shares: Annotated[
         str | None,
+        JOINED,
         OneOf(besides=(NUMBERS.fullmatch, "two numbers or more, such as 0.94,0.06")),
     ] = None
     """Public shares of the classes among the records, such as 0.94,0.06: what is known of them, not

@@ -9,7 +9,7 @@ import yaml
 from dpmac_cli.bounded_yaml import TextLoader, read_text
 from dpmac_cli.config.flags import flag_name, is_given
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.settings import EXCLUSIVE, Settings
+from dpmac_cli.config.settings import NOT_BOTH, Settings
 from dpmac_cli.errors import InputError, raise_errors
 
 #: First words of a config.yaml written by dpmac.
@@ -143,8 +143,9 @@ def given_settings(flags: Values, below: Path | Values | None = None) -> Setting
 
 
 def over(above: Values, below: Values) -> dict[str, Any]:
-    """Merge settings, where those ``above`` take precedence, also over what they exclude."""
-    replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
+    """Merge settings, where those ``above`` take precedence, also over ways to say the same."""
+    alike = [group for group, why in NOT_BOTH.items() if not why]
+    replaced = {name for group in alike if not above.keys().isdisjoint(group) for name in group}
     return {name: value for name, value in below.items() if name not in replaced} | dict(above)
 
 

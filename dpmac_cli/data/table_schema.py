@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.bounded_yaml import TextLoader, read_text
+from dpmac_cli.config.flags import near
 from dpmac_cli.data.column_schema import (
     UTF8,
     CellValues,
@@ -131,7 +132,12 @@ class _Once(TextLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Reject duplicate keys."""
-        distinct(tuple(str(key.value) for key, _ in node.value))
+        keys = [key for key, _ in node.value]
+        names = [str(key.value) for key in keys]
+        for number, key in enumerate(keys):
+            if names[number] in names[:number]:
+                again, line = names.count(names[number]), key.start_mark.line + 1
+                raise ValueError(f"line {line}: {names[number]} is declared {again} times")
         return super().construct_mapping(node, deep=True)
 
 
@@ -145,17 +151,28 @@ def read_schema(file: Path) -> TableSchema:
             raise ValueError(f"fill in the columns' values in place of {FILL_IN} in {where}")
         loader = _Once(text)
         loader.name = str(file)  # for its messages
-        given = loader.get_single_data()
+        root = loader.get_single_node()
+        given = None if root is None else loader.construct_document(root)
     except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
         fault = " ".join(str(failure).split())
         if isinstance(failure, OSError):
             fault = f"cannot be read ({failure.strerror or failure})"
         raise InputError(f"{{schema=}}{file}: {fault}.") from failure
-    return schema_of(given, f"{{schema=}}{file}")
+    return schema_of(given, f"{{schema=}}{file}", root)
 
 
-def schema_of(given: Any, origin: str) -> TableSchema:
-    """Validate the contents of a schema file. Raises InputError with every fault found."""
+#: Models of the parts of a schema that have keys of their own, by the keys of the parts.
+PARTS: Mapping[str, type[Declared]] = {"columns": Column, "label": Label, "test": TestSet}
+
+
+def schema_of(given: Any, origin: str, root: yaml.Node | None = None) -> TableSchema:
+    """Validate the contents of a schema file. Raises InputError with every fault found.
+
+    Args:
+        given: the contents.
+        origin: what messages call the schema.
+        root: the contents as nodes of a file, whose lines messages name; None without a file.
+    """
     try:
         return TableSchema.model_validate(given)
     except ValidationError as failure:
@@ -165,8 +182,33 @@ def schema_of(given: Any, origin: str) -> TableSchema:
             if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
                 where[1] = list(given["columns"])[int(where[1])]
             place = ".".join(map(str, where)) or "it"
-            faults.append(f"{origin}: {place}: {error['msg'].removeprefix('Value error, ')}.")
+            meant = ""
+            if error["type"] == "extra_forbidden":
+                model = PARTS[str(where[0])] if len(where) > 1 else TableSchema
+                meant = near(str(where[-1]), model.model_fields)
+            why = error["msg"].removeprefix("Value error, ")
+            faults.append(f"{origin}{_line_of(where, root)}: {place}: {why}.{meant}")
         raise InputError(faults) from failure
+
+
+def _line_of(where: Sequence[str | int], root: yaml.Node | None) -> str:
+    """Return the line of a part of a schema, such as ", line 3"; "" if it is not from a file.
+
+    Of a part that is missing, it is that of the part around it.
+    """
+    if root is None:
+        return ""
+    node, line = root, root.start_mark.line
+    for step in where:
+        if isinstance(node, yaml.SequenceNode) and len(node.value) == 1:  # label: [{column: y}]
+            node = node.value[0]
+        parts = node.value if isinstance(node, yaml.MappingNode) else ()
+        named = [(key, value) for key, value in parts if key.value == str(step)]
+        if not named:
+            break
+        [(key, node)] = named
+        line = key.start_mark.line
+    return f", line {line + 1}"
 
 
 def draft(

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.moments import Moments
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim.optimizer import Optimizer
 
 LEAST_KAPPA = 1e-6
@@ -188,8 +189,22 @@ GEOMETRIES: dict[str, type[Any]] = {
 
 
 def geometry_of(optimizer: Optimizer) -> Geometry:
-    """Return what chooses the region that an optimizer's gradients are clipped to."""
-    kind = GEOMETRIES[optimizer.clips]
+    """Return what chooses the region that an optimizer's gradients are clipped to.
+
+    Raises InputError if the optimizer lacks a hyperparameter of the region.
+    """
+    kind = GEOMETRIES.get(optimizer.clips)
+    if kind is None:
+        raise InputError(
+            f"{{optimizer=}}{optimizer.name} clips to '{optimizer.clips}'. Set clips to one of "
+            f"{', '.join(GEOMETRIES)}."
+        )
+    raise_errors(
+        f"{{optimizer=}}{optimizer.name} clips to '{optimizer.clips}', which needs {of.name}. "
+        f"Declare it as a field of the class: {of.name}: float."
+        for of in fields(kind)
+        if of.name not in type(optimizer).model_fields
+    )
     geometry: Geometry = kind(**{of.name: getattr(optimizer, of.name) for of in fields(kind)})
     return geometry
 

@@ -60,7 +60,7 @@ class Optimizer(BaseModel, frozen=True, extra="forbid"):
     def default(cls, name: str, otherwise: float) -> float:
         """Return the default of a hyperparameter, or ``otherwise`` if it has no effect."""
         field = cls.model_fields.get(name)
-        return otherwise if field is None else field.default
+        return otherwise if field is None or field.is_required() else field.default
 
     @classmethod
     def default_lr(cls, dataset: str) -> float:

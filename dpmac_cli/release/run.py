@@ -11,8 +11,10 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
 from dpmac_cli.dp.torch_errors import torch_failures_explained
+from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
+from dpmac_cli.runs.resolve import Resolved
 from dpmac_cli.runs.session import Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run
 from dpmac_cli.training.distributed import Ranks
@@ -21,7 +23,7 @@ RunEvent: TypeAlias = Started | Update | Finished
 
 
 def train(
-    plan: Plan,
+    plan: Plan | Resolved,
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
@@ -32,7 +34,7 @@ def train(
     With ``force``, an existing run is removed once this one is ready for its first step.
 
     Args:
-        plan: result of :func:`dpmac_cli.runs.resolve.resolve`.
+        plan: what :func:`dpmac_cli.runs.resolve.resolve` returns, or its ``plan``.
         stop: called after every step; True ends the run early with everything written.
         data: data on the device; None to load it.
         ranks: the processes of the run; the others call
@@ -46,6 +48,13 @@ def train(
         ModelError: the model mixes samples.
         RunError: training diverged, memory ran out, or the device failed.
     """
+    if isinstance(plan, Resolved):
+        plan = plan.plan
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"A run cannot be trained from a {type(plan).__name__}. Resolve its settings first: "
+            'train(resolve(dataset="digits", epsilon=3)).'
+        )
     return _published(new_run(plan, stop, data, ranks, earlier))
 
 

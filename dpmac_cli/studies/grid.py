@@ -15,7 +15,19 @@ from pydantic import Field
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.facts import DataFacts
-from dpmac_cli.config.flags import NUMBER, Fields, Flags, Model, OneOf, Several, flag_name, valid
+from dpmac_cli.config.flags import (
+    JOINED,
+    NUMBER,
+    Fields,
+    Flags,
+    Model,
+    OneOf,
+    Several,
+    flag_name,
+    in_file,
+    is_given,
+    valid,
+)
 from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
@@ -24,8 +36,10 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs.resolve import Resolved, resolve
 
-#: Settings whose values may have commas.
-WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights", "shares")
+#: Settings whose value is one text with commas, or a list of its parts; and all whose values may
+#: have commas.
+WHOLE = tuple(name for name, field in SETTINGS.items() if JOINED in field.metadata)
+WITH_COMMAS = (*WHOLE, "unit")
 #: A range to draw numbers from.
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 #: Most combinations of values, each of which is validated before anything is trained.
@@ -56,6 +70,8 @@ def read_values(
         for value in of:
             if not RANGE.fullmatch(str(value)):  # to draw from
                 valid(Settings, {name: value}, faults, places)
+    some = {name: of for name, of in values.items() if any(map(is_given, of))}
+    faults += (in_file(error, places) for error in Settings.contradictions(some))
     errors += dict.fromkeys(faults)
     return study, {name: of for name, of in values.items() if name in SETTINGS}
 
@@ -63,6 +79,9 @@ def read_values(
 def listed_values(name: str, value: Any) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value."""
     if isinstance(value, list | tuple):
+        texts = [str(part) for part in value if not isinstance(part, list | tuple)]
+        if name in WHOLE and len(texts) == len(value) and not any("," in text for text in texts):
+            return [",".join(texts)]
         return [part for item in value for part in listed_values(name, item)]
     if isinstance(value, bool) or not isinstance(value, str | int | float | Path):
         return [value]  # of a switch, or records in memory
