@@ -101,7 +101,7 @@ def begun_again(out: Path) -> None:
     if not (out / "checkpoint").is_symlink():
         checkpoint.path_in(out).unlink()
     placed = digits_config(steps=2, seed=4).placed(out, force=True)
-    assert train_job(Run(placed, out, 4, (), SIGMA), 1) is None
+    assert train_job(Run(placed, (), SIGMA), 1) is None
 
 
 #: Every door by which a run takes the place of another or goes on.

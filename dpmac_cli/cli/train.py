@@ -11,7 +11,6 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, stop, stop_request
 from dpmac_cli.config.flags import SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, Settings
-from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
 from dpmac_cli.files import to_json
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -115,8 +114,6 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
     with stop_request():
         try:
-            late.workers.run_worker(
-                ranks, parse_settings({name: flags[name] for name in OF_MACHINE})
-            )
+            late.workers.run_worker(ranks, {name: flags[name] for name in OF_MACHINE})
         except DpmacError as failure:
             raise RunError([f"Rank {ranks.rank}: {error}" for error in failure.errors]) from failure

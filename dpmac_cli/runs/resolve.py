@@ -14,7 +14,7 @@ from dpmac_cli.config.flags import is_given
 from dpmac_cli.config.networks import BACKBONES
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
-from dpmac_cli.config.settings import DATA, GROUPS, Settings
+from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml, values_of
 from dpmac_cli.config.tokens import TOKENS, TextReader
 from dpmac_cli.data.table_schema import TableSchema, read_schema
@@ -66,12 +66,12 @@ def resolve(
             there is none, every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    typed = values_of(settings)
-    flags = {**typed, **keywords}
+    flags = {**values_of(settings), **keywords}
     given = given_settings(flags, file)
     facts = facts or read_facts(given)
     found = plan(given, facts, earlier=earlier, noise=noise)
-    notes = checks.notes(found, Settings.model_validate(flags).explicit)
+    typed = [name for name in SETTINGS if is_given(flags.get(name))]
+    notes = checks.notes(found, typed)
     return Resolved(found, notes, tuple(recipe_notes(given, facts)))
 
 

@@ -151,17 +151,26 @@ class Run:
     """One training run of a study.
 
     Attributes:
-        plan: all its settings.
-        folder: folder of the run.
+        plan: all its settings, with its folder and its seed.
         labels: settings that distinguish its row, by the names of their flags.
         column: its value of the study's column setting.
     """
 
     plan: Plan
-    folder: Path
-    seed: int
     labels: Labels
     column: float
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        assert self.plan.settings.out is not None  # noqa: S101
+        return self.plan.settings.out
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the run."""
+        assert self.plan.settings.seed is not None  # noqa: S101
+        return self.plan.settings.seed
 
     @property
     def name(self) -> str:
@@ -180,17 +189,23 @@ class Grid:
 
     Attributes:
         runs: all runs, grouped by cell.
-        axes: settings that distinguish rows, by the names of their flags.
         column: "sigma", or "epsilon" if the noise of each column meets a budget.
-        seeds: seeds of every cell.
         notes: messages for the user.
     """
 
     runs: tuple[Run, ...]
-    axes: tuple[str, ...]
     column: str
-    seeds: tuple[int, ...]
     notes: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the settings that distinguish rows, by the names of their flags."""
+        return tuple(name for name, _ in self.runs[0].labels)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Return the seeds of every cell."""
+        return tuple(dict.fromkeys(run.seed for run in self.runs))
 
     @property
     def plan(self) -> Plan:
@@ -271,11 +286,11 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         cells.setdefault((labels, target if column == "epsilon" else sigma), plan)
     changed = last_change(found[0].plan)
     runs = tuple(
-        _placed(plan, seed, root / address(plan, seed, changed), labels, value)
+        Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value)
         for (labels, value), plan in cells.items()
         for seed in seeds
     )
-    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, notes)
+    return Grid(runs, column, notes)
 
 
 def _combinations(
@@ -296,10 +311,9 @@ def _combinations(
         yield tuple((flag_name(name), label) for name, label in labels.items()), flags
 
 
-def _placed(plan: Plan, seed: int, folder: Path, labels: Labels, column: float) -> Run:
-    """Return the run of a cell with a seed."""
-    seeded = replace(plan, settings=plan.settings.replace(seed=seed))
-    return Run(seeded.placed(folder, force=True), folder, seed, labels, column)
+def _placed(plan: Plan, seed: int, folder: Path) -> Plan:
+    """Return the plan of the run of a cell with a seed, which may replace one in its folder."""
+    return replace(plan, settings=plan.settings.replace(seed=seed, out=folder, force=True))
 
 
 def _column(given: Mapping[str, list[str]]) -> str:
