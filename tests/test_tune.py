@@ -487,7 +487,6 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     space = tuple(dimension.text for dimension in dimensions)
     return SearchSpace(
         given=shared,
-        facts=plan.facts,
         dimensions=dimensions,
         search=Search(trials or trials_of(3), (events_of_trial(plan),), space),
         plans=(plan,),
@@ -509,7 +508,8 @@ def test_settings_are_drawn_independently_with_replacement(
 
 
 @pytest.mark.parametrize(
-    "given", [{"delta": "1e-5,1e-6"}, {"dataset": "digits,mnist"}, {"class_weights": ["1", "2"]}]
+    "given",
+    [{"delta": "1e-5,1e-6"}, {"dataset": "digits,mnist"}, {"class_weights": ["1,2", "2,1"]}],
 )
 def test_what_the_cost_or_the_records_depend_on_is_not_drawn(given: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="a search cannot draw this setting"):

@@ -16,7 +16,7 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package, private_notes
 from dpmac_cli.config.flags import OneOf, SomePath
-from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet
+from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
@@ -34,12 +34,8 @@ RUNS = "runs"
 
 
 Jobs = Annotated[
-    int | None,
-    Field(
-        ge=1,
-        le=1024,
-        description="Maximum number of runs at a time. [default: one per core or GPU]",
-    ),
+    SmallCount | None,
+    Field(description="Maximum number of runs at a time. [default: one per core or GPU]"),
 ]
 ExecutorName = Annotated[
     str,

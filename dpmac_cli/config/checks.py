@@ -99,21 +99,18 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
             f"{{loss=}}{loss}: records of {facts.typed} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
-    if settings.label_smoothing and not task.weighted:
-        yield (
-            f"{{label_smoothing}} is for classes, but records of {facts.typed} have "
-            f"{task.of_record} each. Leave it out."
-        )
 
 
 def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     """Yield faults in class weights, and in declared shares."""
     task, chosen = facts.task, settings.class_weights
     weights, shares = class_weights(settings), shares_of(settings)
-    if chosen is not None and not task.weighted:
-        yield (
-            f"{{class_weights}} is for classes, but records of {facts.typed} have {task.of_record} "
-            "each. Leave it out."
+    if not task.weighted:
+        yield from (
+            f"{{{name}}} is for classes, but records of {facts.typed} have {task.of_record} each. "
+            "Leave it out."
+            for name in ("label_smoothing", "class_weights")
+            if getattr(settings, name)
         )
         return
     if chosen == BALANCED and not shares:

@@ -131,6 +131,8 @@ def _not_zero(sigma: float) -> float:
 Positive = Annotated[float, Field(gt=0)]
 NoiseMultiplier = Annotated[float, AfterValidator(_not_zero), Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+#: A count that memory or time per record grows with.
+SmallCount = Annotated[int, Field(ge=1, le=1024)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
@@ -220,7 +222,7 @@ class Settings(Priced, frozen=True):
     train: Annotated[str | None, OneOf(PARTS)] = None
     """Part of a network with public weights to train. [default: all; with a backbone the head,
     for a language model lora]"""
-    lora_rank: Annotated[int | None, Field(ge=1, le=1024)] = None
+    lora_rank: SmallCount | None = None
     """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank. [default:
     8]"""
     epochs: Count | None = None
@@ -236,7 +238,7 @@ class Settings(Priced, frozen=True):
     """Public seed of that split, which is decided per record."""
     channels: Annotated[str | None, OneOf(("1", "3"))] = None
     """Convert your images to N channels. [default: as found]"""
-    image_size: Annotated[int | None, Field(ge=1, le=1024)] = None
+    image_size: SmallCount | None = None
     """Resize your images to N by N. [default: as found]"""
     levels: Annotated[int | None, Field(ge=1, le=65535)] = None
     """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12 bits.
@@ -264,10 +266,7 @@ class Settings(Priced, frozen=True):
     """What gives the unit of each record, such as a patient: a column of a table, a pattern of file
     paths, or folder for each folder below a class. Epsilon protects a unit with all of its records.
     [default: each record is a unit, unless an .npz has an array unit]"""
-    records_per_unit: Annotated[
-        int,
-        Field(ge=1, le=1024),
-    ] = 8
+    records_per_unit: SmallCount = 8
     """Records to draw from each unit in a step that includes it."""
     skip_bad: StrictBool = False
     """Leave out unusable records instead of rejecting the dataset."""
@@ -322,10 +321,7 @@ class Settings(Priced, frozen=True):
     ema: Probability | None = None
     """Score and publish a moving average of the weights with this decay. The best recipe: 0.9 to
     0.98."""
-    augmentations: Annotated[
-        int | None,
-        Field(ge=1, le=1024),
-    ] = None
+    augmentations: SmallCount | None = None
     """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
     is clipped."""
     augment: Annotated[str | None, OneOf(AUGMENTS)] = None

@@ -16,7 +16,6 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
 from dpmac_cli.config.defaults import EPSILON
-from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
@@ -92,7 +91,6 @@ class SearchSpace:
 
     Attributes:
         given: settings that all trials share, by name, with the epsilon of one trial.
-        facts: facts of the dataset, read once.
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
@@ -101,7 +99,6 @@ class SearchSpace:
     """
 
     given: Mapping[str, Any]
-    facts: DataFacts
     dimensions: tuple[Dimension, ...]
     search: Search
     plans: tuple[Plan, ...]
@@ -116,7 +113,7 @@ class SearchSpace:
     def lines(self) -> Iterator[str]:
         """Yield what is searched, how many trials there are, and what they cost."""
         trials, delta = self.search.trials, self.plans[0].settings.delta
-        yield f"search on {self.facts.name} over:"
+        yield f"search on {self.plans[0].facts.name} over:"
         yield from (f"  {dimension.text}" for dimension in self.dimensions)
         yield (
             f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
@@ -135,7 +132,7 @@ class SearchSpace:
 
     def plan_of(self, setting: Mapping[str, Any]) -> Plan:
         """Return the plan of a trial. Raises ValueError if its cost was not accounted for."""
-        plan = resolve({**self.given, **setting}, facts=self.facts).plan
+        plan = resolve({**self.given, **setting}, facts=self.plans[0].facts).plan
         if events_of_trial(plan) not in self.search.candidates:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         # The epsilon of a trial is not that of the run that is published.
@@ -263,7 +260,6 @@ def _calibrated(
     epsilon = calibrate_search(search, settings_of_all.delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
-        facts=facts,
         dimensions=drawn,
         search=search(epsilon),
         plans=plans(epsilon),
