@@ -21,7 +21,7 @@ from dpmac_cli.cli.options import option
 from dpmac_cli.config.flags import default_of, flag_name, help_of, is_switch, kind_of, parts
 from dpmac_cli.config.named import RECIPES
 from dpmac_cli.config.settings import SETTINGS, Count, Settings
-from dpmac_cli.config.sources import by_flag, by_setting, given_settings, parse_settings, to_yaml
+from dpmac_cli.config.sources import by_flag, by_setting, given_settings, to_yaml
 from dpmac_cli.errors import InputError, as_flags
 from dpmac_cli.runs import resolve as resolving
 from dpmac_cli.runs.resolve import Resolved
@@ -305,7 +305,7 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path) -> None:
             assert getattr(resolved.plan.optimizer, name) == VALUES[name], name
         typed_as_flag = resolve({name: typed, **beside})
         assert resolved.plan == typed_as_flag.plan, name
-        assert parse_settings({name: typed}) == {name: VALUES[name]}
+        assert Settings.model_validate({name: typed}).explicit == {name: VALUES[name]}
 
 
 @pytest.mark.usefixtures("uncalibrated")

@@ -20,6 +20,7 @@ from dpmac_cli import ArrayData, make_private, predict
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.loaders import load_data
@@ -281,8 +282,11 @@ def test_the_planned_epsilon_in_another_folder_includes_the_resumed_run() -> Non
     assert privacy["epsilon_planned"] == pytest.approx(whole, rel=1e-9)
 
 
-def test_keywords_of_a_program_take_precedence_over_its_flags() -> None:
-    assert running._merged({"device": "cpu", "seed": 1}, {"device": "cuda"}) == {
-        "device": "cuda",
-        "seed": 1,
-    }
+def test_keywords_of_a_program_take_precedence_over_its_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "continued_run", lambda _, given, *more: (one for one in [given]))
+    for flags in ({"device": "cpu", "seed": 1}, Settings(device="cpu", seed=1)):
+        given: Any
+        [given] = running.resume("run", flags, device="cuda")
+        assert given == {"device": "cuda", "seed": 1}

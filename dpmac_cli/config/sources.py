@@ -149,12 +149,6 @@ def over(above: Values, below: Values) -> dict[str, Any]:
     return {name: value for name, value in below.items() if name not in replaced} | dict(above)
 
 
-def parse_settings(flags: Settings | Values) -> dict[str, Any]:
-    """Convert given flags to values and validate them. Raises InputError with every fault found."""
-    settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
-    return dict(settings.explicit)
-
-
 def values_of(settings: Settings | Values | None) -> Values:
     """Return the values that a program set, by name. Raises InputError for another object."""
     if isinstance(settings, Settings):

@@ -1,7 +1,7 @@
 """Train and resume runs: from a plan or a run folder to the published files of a run."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.sources import Values
+from dpmac_cli.config.sources import Values, values_of
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
@@ -80,13 +80,7 @@ def resume(
         InputError: there is no such run, it is finished, a setting cannot change, the checkpoint
             is damaged, or config.yaml was modified.
     """
-    return _published(continued_run(where, _merged(flags, keywords), stop, data, ranks))
-
-
-def _merged(flags: Settings | Values | None, keywords: dict[str, Any]) -> Mapping[Any, Any]:
-    """Return settings by name, of which keywords take precedence."""
-    named: Mapping[Any, Any] = flags.explicit if isinstance(flags, Settings) else flags or {}
-    return {**named, **keywords}
+    return _published(continued_run(where, {**values_of(flags), **keywords}, stop, data, ranks))
 
 
 def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent]:

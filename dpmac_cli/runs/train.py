@@ -18,7 +18,8 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import NOT_RECORDED, Plan, with_noise
-from dpmac_cli.config.sources import by_setting, parse_settings
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import by_setting
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
@@ -95,7 +96,7 @@ def continued_run(
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
     """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
-    run, given = Path(run), parse_settings(flags)
+    run, given = Path(run), dict(Settings.model_validate(flags).explicit)
     elsewhere = given.get("out") is not None
     folder.check_run_folder(run)
     with torch_failures_explained():
