@@ -74,9 +74,11 @@ INTRODUCTION = """\
 Every setting of `dpmac train`, by the groups of its help (`python docs/generate.py` writes this
 page). A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the
 YAML file of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file.
-A switch is given as a flag alone, or as `true`. All settings are validated before anything is done,
-and all errors are reported at once. `dpmac compare` takes the same settings with several values
-each, except for those that [its section](commands.md#dpmac-compare) lists.
+A switch is given as a flag alone, or as `true`. The parts of a text with commas may be a list in a
+file or a program: `feature-range: [0, 1]`, `class_weights=(1, 15)`. All settings are validated
+before anything is done, and all errors are reported at once. `dpmac compare` takes the same
+settings with several values each, except for those that [its section](commands.md#dpmac-compare)
+lists.
 """
 PAPERS = """\
 With `--sigma` or `--recipe paper`, as in the paper. With `--epsilon`, see

@@ -25,7 +25,7 @@ from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
-from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, valid
+from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, lonely, valid
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import (
     DELTA,
@@ -183,12 +183,12 @@ class AccountFlags(Question, frozen=True):
     """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False  # type: ignore[assignment]
     debug: Debug = False
-    needs = MappingProxyType({"plot": ("risk",)})
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude each other."""
+        """Yield the faults of flags that exclude or need each other."""
         yield from super().contradictions(given)
+        yield from lonely(given, {"plot": ("risk",)})
         if "risk" in given and given.get("accountant") in ("rdp", "all"):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 

@@ -191,8 +191,6 @@ class Flags(BaseModel, frozen=True):
     )
     #: Groups of flags of which one may be given, and why; "" for ways to say the same.
     not_both: ClassVar[NotBoth] = {}
-    #: Flags that need another one: one of these.
-    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Flags by the names that other libraries give them.
     renamed: ClassVar[Mapping[str, str]] = {}
     if TYPE_CHECKING:
@@ -227,13 +225,12 @@ class Flags(BaseModel, frozen=True):
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude or need each other, from given values by name."""
+        """Yield the faults of flags that exclude each other, from given values by name."""
         for group, why in cls.not_both.items():
             names = [f"{{{name}}}" for name in group if name in given]
             if len(names) > 1:
                 remedy = f"{why}. Give one" if why else "give one"
                 yield f"{' and '.join(names)} contradict each other: {remedy}."
-        yield from lonely(given, cls.needs)
 
     @property
     def explicit(self) -> Mapping[str, Any]:

@@ -77,7 +77,10 @@ def read_values(
 
 
 def listed_values(name: str, value: Any) -> list[Any]:
-    """Return the values in a comma-separated text, in a list, or of a single value."""
+    """Return the values in a comma-separated text, in a list, or of a single value.
+
+    A list of the parts of a text with commas is one value: [1, 15] are weights of two classes.
+    """
     if isinstance(value, list | tuple):
         texts = [str(part) for part in value if not isinstance(part, list | tuple)]
         if name in WHOLE and len(texts) == len(value) and not any("," in text for text in texts):
