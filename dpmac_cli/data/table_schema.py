@@ -182,11 +182,10 @@ def schema_of(given: Any, origin: str, root: yaml.Node | None = None) -> TableSc
             if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
                 where[1] = list(given["columns"])[int(where[1])]
             place = ".".join(map(str, where)) or "it"
-            meant = ""
+            why, meant = error["msg"].removeprefix("Value error, "), ""
             if error["type"] == "extra_forbidden":
                 model = PARTS[str(where[0])] if len(where) > 1 else TableSchema
-                meant = near(str(where[-1]), model.model_fields)
-            why = error["msg"].removeprefix("Value error, ")
+                why, meant = "there is no such key", near(str(where[-1]), model.model_fields)
             faults.append(f"{origin}{_line_of(where, root)}: {place}: {why}.{meant}")
         raise InputError(faults) from failure
 
