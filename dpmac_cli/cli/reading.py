@@ -20,27 +20,17 @@ from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
 from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
-from dpmac_cli.release.card import answered_card, run_page
+from dpmac_cli.release.card import QUESTIONS, answered_card, run_page
 from dpmac_cli.studies.results import COMPARE_JSON, study_page
 
-#: Answers of a model card that only its publisher knows, by the names of their options.
-ANSWERS: Mapping[str, str] = {
-    "data_curator": "Person or organisation that publishes the model.",
-    "intended_use": "What the model is intended for, and what it is not.",
-    "contact": "Contact for questions.",
-    "region": "Region that the records come from.",
-    "access_and_collection": (
-        "Who can access the records, and what else is collected about the same people."
-    ),
-    "justification": "Justification of epsilon, delta and the unit of privacy.",
-}
-OF_ANSWERS: Fields = {
-    name: FieldInfo(annotation=str, default=None, description=text)
-    for name, text in ANSWERS.items()
+#: Answers of a model card, as options.
+ANSWERS: Fields = {
+    row.replace(" ", "_"): FieldInfo(annotation=str, default=None, description=text)
+    for row, text in QUESTIONS.items()
 }
 
 
-@command(OF_ANSWERS)
+@command(ANSWERS)
 def card(run: RunFolder, **answers: str | None) -> None:
     """Print the model card of a run as Markdown.
 

@@ -93,7 +93,8 @@ def _not_empty(value: object) -> object:
     return value
 
 
-def _split(value: object) -> object:
+def split(value: object) -> object:
+    """Return the parts of a text with commas; other values are unchanged."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
@@ -102,7 +103,7 @@ SomePath = Annotated[Path, BeforeValidator(_not_empty)]
 #: Mark of a setting whose value is one text with commas, such as "0,1", or a list of its parts.
 JOINED = "joined"
 #: One value or several, separated by commas.
-Several = Annotated[tuple[T, ...], BeforeValidator(_split)]
+Several = Annotated[tuple[T, ...], BeforeValidator(split)]
 
 
 def flag_name(name: str) -> str:
@@ -207,7 +208,7 @@ class Flags(BaseModel, frozen=True):
         if not isinstance(values, Mapping):
             return handler(values)
         given = {
-            name: _as_text(value, cls.model_fields.get(name))
+            name: as_text(value, cls.model_fields.get(name))
             for name, value in values.items()
             if is_given(value)
         }
@@ -292,7 +293,7 @@ def in_file(error: str, places: Places) -> str:
     return error
 
 
-def _as_text(value: object, field: FieldInfo | None) -> object:
+def as_text(value: object, field: FieldInfo | None) -> object:
     """Return a number, a path or the parts of a text as text, and the values of switches as is."""
     if isinstance(value, bool):
         return value if field is None or is_switch(field) else str(value).lower()

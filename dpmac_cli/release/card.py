@@ -71,12 +71,18 @@ def _points(run: Path) -> list[dict[str, Any]]:
 
 #: Largest number of classes whose sensitivities and confusion matrix a card shows.
 MOST_CLASSES = 20
-#: Placeholder in a card for answers that its author must provide, and their questions.
+#: Placeholder in a card for answers that its author must provide, and what they say, by their rows.
 OPEN = "to be filled in"
-QUESTIONS = (
-    *("data curator", "intended use", "contact", "region", "access and collection"),
-    "justification",
-)
+QUESTIONS: Mapping[str, str] = {
+    "data curator": "Person or organisation that publishes the model.",
+    "intended use": "What the model is intended for, and what it is not.",
+    "contact": "Contact for questions.",
+    "region": "Region that the records come from.",
+    "access and collection": (
+        "Who can access the records, and what else is collected about the same people."
+    ),
+    "justification": "Justification of epsilon, delta and the unit of privacy.",
+}
 
 
 @functools.cache  # compiling them takes as long as a short run

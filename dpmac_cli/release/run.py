@@ -53,7 +53,7 @@ def train(
     if not isinstance(plan, Plan):
         raise InputError(
             f"A run cannot be trained from a {type(plan).__name__}. Resolve its settings first: "
-            'train(resolve(dataset="digits", epsilon=3)).'
+            "train(resolve(**settings))."
         )
     return _published(new_run(plan, stop, data, ranks, earlier))
 

@@ -23,9 +23,11 @@ from dpmac_cli.config.flags import (
     Model,
     OneOf,
     Several,
+    as_text,
     flag_name,
     in_file,
     is_given,
+    split,
     valid,
 )
 from dpmac_cli.config.named import PAPER
@@ -36,10 +38,8 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs.resolve import Resolved, resolve
 
-#: Settings whose value is one text with commas, or a list of its parts; and all whose values may
-#: have commas.
-WHOLE = tuple(name for name, field in SETTINGS.items() if JOINED in field.metadata)
-WITH_COMMAS = (*WHOLE, "unit")
+#: Settings whose values may have commas.
+WITH_COMMAS = ("unit", *(name for name, field in SETTINGS.items() if JOINED in field.metadata))
 #: A range to draw numbers from.
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 #: Most combinations of values, each of which is validated before anything is trained.
@@ -81,15 +81,12 @@ def listed_values(name: str, value: Any) -> list[Any]:
 
     A list of the parts of a text with commas is one value: [1, 15] are weights of two classes.
     """
+    value = as_text(value, SETTINGS.get(name))
     if isinstance(value, list | tuple):
-        texts = [str(part) for part in value if not isinstance(part, list | tuple)]
-        if name in WHOLE and len(texts) == len(value) and not any("," in text for text in texts):
-            return [",".join(texts)]
         return [part for item in value for part in listed_values(name, item)]
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Path):
-        return [value]  # of a switch, or records in memory
-    text = str(value)
-    return [text] if name in WITH_COMMAS else [part.strip() for part in text.split(",")]
+    # What is no text, such as records in memory, has no parts.
+    parts = value if name in WITH_COMMAS else split(value)
+    return parts if isinstance(parts, list) else [parts]
 
 
 def resolved(
