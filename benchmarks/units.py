@@ -14,12 +14,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-import torch
 from common import append_line, parser_of, read_lines
 from matplotlib import pyplot as plt
 
+from dpmac_cli.data.published import read_published
 from dpmac_cli.files import data_folder
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.resolve import resolve
 
@@ -33,12 +32,12 @@ ROWS = (("image", 0, 2048, 8), ("patient, K = 1", 1, 256, 20), ("patient, K = 8"
 
 def write(folder: Path) -> tuple[Path, Path]:
     """Write MNIST with and without patients."""
-    data = load_data("mnist", data_folder(None), torch.device("cpu"))
+    train, test = read_published("mnist", data_folder(None))
     arrays: dict[str, Any] = {
-        "x": data.train.images[:, 0].numpy(),
-        "y": data.train.labels.numpy(),
-        "x_test": data.test.images[:, 0].numpy(),
-        "y_test": data.test.labels.numpy(),
+        "x": train.x[:, 0],
+        "y": train.y,
+        "x_test": test.x[:, 0],
+        "y_test": test.y,
         "classes": np.array([str(digit) for digit in range(10)]),
     }
     draws, records = np.random.default_rng(29), len(arrays["y"])

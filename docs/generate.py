@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 from pydantic.fields import FieldInfo
 
 from dpmac_cli.accounting.events import SAMPLERS
@@ -23,7 +22,7 @@ from dpmac_cli.cli.app import load_command
 from dpmac_cli.cli.options import group_of
 from dpmac_cli.config.datasets import DATASETS, Dataset
 from dpmac_cli.config.defaults import EPSILON, completed
-from dpmac_cli.config.facts import Source, dataset_of
+from dpmac_cli.config.facts import dataset_of
 from dpmac_cli.config.flags import (
     OneOf,
     choices_of,
@@ -415,8 +414,8 @@ def _data_sets() -> dict[str, Dataset]:
 
 def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset."""
-    ends, task = None if levels > 1 else np.zeros((2, shape[0])), Classification(("a", "b"))
-    return dataset_of(Source(Path()), (records, records), shape, task, ends)
+    constants, task = ((0.5,) * shape[0], (0.5,) * shape[0]), Classification(("a", "b"))
+    return dataset_of((records, records), shape, task, constants, levels=levels)
 
 
 def learning_rates() -> str:

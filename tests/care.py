@@ -11,12 +11,13 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import kstest, norm
 
-from dpmac_cli.config.facts import Source
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts
+from tests.helpers import declared
 
 
 def rows(persons: int, *targets: str) -> list[dict[str, Any]]:
@@ -47,9 +48,9 @@ def write_table(where: Path, records: list[dict[str, Any]], schema: str) -> Path
     return where / "care.csv"
 
 
-def source(where: Path, **options: Any) -> Source:
+def source(where: Path, **options: Any) -> Declaration:
     """The dataset that :func:`write_table` wrote."""
-    return Source(where / "care.csv", schema=read_schema(where / "care.yaml"), **options)
+    return declared(where / "care.csv", schema=read_schema(where / "care.yaml"), **options)
 
 
 #: Records of each unit.

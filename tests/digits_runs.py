@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import heard_by
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.release.publish import Finished
@@ -22,6 +21,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
+from tests.helpers import load_data
 from tests.typed import dpmac
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.

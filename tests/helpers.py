@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,17 +18,23 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.facts import DataFacts, Source
+from dpmac_cli.config.facts import DataFacts, InMemoryData, PrivateNotes, published_facts
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.plan import optimizer_of as optimizer_of_settings
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data import user_data
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.dataset import Dataset, Declaration
+from dpmac_cli.data.dataset import Split as Records
+from dpmac_cli.data.published import read_published
+from dpmac_cli.data.read import read_own
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.models.loaders import on_device
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -71,7 +78,7 @@ CLIP_LIMIT = clip_limit(1)
 def planned(*, steps: int = 20, steps_per_epoch: int = 5, unit: str = "", **given: Any) -> Plan:
     """A plan of some settings, without a schedule, averages or views unless they are given."""
     settings = Settings.model_validate({"recipe": "paper", "physical_batch": 1000, **given})
-    facts = DataFacts(**vars(DATASETS["digits"]), name="digits", unit=unit)
+    facts = DataFacts(**vars(DATASETS["digits"]), name="digits", typed="digits", unit=unit)
     settings = completed(settings.replace(dataset="digits"), facts)
     event = TrainingEvent(0.2, 1.0, steps, steps_per_epoch=steps_per_epoch)
     return Plan(settings, facts, event, optimizer_of_settings(settings))
@@ -329,8 +336,51 @@ def numbers(*shape: int) -> Structure:
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
-def load(source: Source, found: DataFacts | None = None) -> tuple[Arrays, Arrays]:
+def declared(
+    path: Path | str = "",
+    test_fraction: float = 0.2,
+    *,
+    schema: TableSchema | None = None,
+    texts: TextReader | None = None,
+    in_memory: InMemoryData | None = None,
+    **given: Any,
+) -> Declaration:
+    """A dataset of your own as settings declare it: a path, or records in memory."""
+    given = {n: ",".join(map(str, v)) if isinstance(v, tuple) else v for n, v in given.items()}
+    given = {n: v if v is None or isinstance(v, bool) else str(v) for n, v in given.items()}
+    settings = {"dataset": in_memory or str(path), "test_fraction": str(test_fraction), **given}
+    return Declaration(Settings.model_validate(settings), schema, texts)
+
+
+def with_settings(of: Declaration, **settings: Any) -> Declaration:
+    """A dataset with other settings."""
+    return replace(of, settings=of.settings.replace(**settings))
+
+
+def notes_on(of: Declaration) -> PrivateNotes:
+    """Private notes on a dataset of your own."""
+    return read_own(of).notes
+
+
+def inspect(of: Declaration) -> DataFacts:
+    """Facts of a dataset of your own."""
+    return read_own(of).facts
+
+
+def records_of(of: Declaration) -> tuple[Records, Records]:
+    """Training and test records of a dataset of your own, with their units."""
+    data = read_own(of)
+    return data.train, data.test
+
+
+def load_data(name: str, folder: Path, device: torch.device) -> Data:
+    """A registered dataset on a device."""
+    train, test = read_published(name, folder)
+    return on_device(Dataset(train, test, published_facts(name)), device)
+
+
+def load(of: Declaration) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = user_data.load(source, found)
+    (x, y, _), (x_test, y_test, _) = records_of(of)
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dpmac_cli import files
-from dpmac_cli.config.facts import Source
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import image_folder
 from dpmac_cli.data.cache import (
@@ -32,11 +31,11 @@ from dpmac_cli.models import dataset
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.progress import LISTENER, Computing
+from dpmac_cli.runs import prepare
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import same_weights, train_events
-from tests.helpers import load
+from tests.helpers import declared, load, load_data
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -127,9 +126,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that this process decodes."""
     seen: list[str] = []
 
-    def watched(path: str, shape: tuple[int, ...], levels: int | None) -> NDArray[Any] | str:
+    def watched(path: str, look: image_folder.Look) -> NDArray[Any] | str:
         seen.append(path)
-        return plain(path, shape, levels)
+        return plain(path, look)
 
     plain = image_folder.decoded_image
     monkeypatch.setattr(image_folder, "decoded_image", watched)
@@ -150,8 +149,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    source = plan_of().facts.chosen
-    assert load_data(source, Path(), CPU).train.images.device.type == "meta"
+    assert prepare.load(plan_of(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)
     assert one.report["test"] == other.report["test"]
@@ -161,9 +159,9 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
     cache: Path, decoded: list[str]
 ) -> None:
     photos(Path("photos"))
-    first = load(Source(Path("photos")))
+    first = load(declared(Path("photos")))
     assert len({*decoded}) == len(decoded) == 40
-    second = load(Source(Path("photos")))
+    second = load(declared(Path("photos")))
     assert len(decoded) == 40
     np.testing.assert_array_equal(first[0][0], second[0][0])
     [file] = kept_files(cache)
@@ -176,7 +174,7 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
 def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[str]) -> None:
     """Also a file of the same name, size and time of writing as before."""
     root = photos(Path("photos"))
-    load(Source(root))
+    load(declared(root))
     path = root / "cat" / "0002.png"
     if what == "contents":
         facts = path.stat()
@@ -188,7 +186,7 @@ def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[str]
         path.rename(path.with_name("0002b.png"))
     elif what == "more":
         photos(root, 42)
-    found = load(Source(root, image_size=4 if what == "size" else None))
+    found = load(declared(root, image_size=4 if what == "size" else None))
     assert len(decoded) == 80 + 2 * (what == "more")
     if what == "contents":
         assert 99 in found[0][0] or 99 in found[1][0]
@@ -221,11 +219,11 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
 
     def second() -> None:
         LISTENER.set(seen.append)
-        found.append(load(Source(Path("photos"), test_fraction=0.3)))
+        found.append(load(declared(Path("photos"), test_fraction=0.3)))
 
     thread = threading.Thread(target=second)
     thread.start()
-    x, _ = load(Source(Path("photos")))[0]
+    x, _ = load(declared(Path("photos")))[0]
     thread.join()
     assert len(kept_files(cache)) == 1
     assert {int(image[0, 0, 0]) for image in x} <= set(range(251))

@@ -18,7 +18,6 @@ import torch
 from dpmac_cli import ArrayData, resolve
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run
 from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates
 from dpmac_cli.release.model_file import load_model
@@ -26,6 +25,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
 from dpmac_cli.release.run import finish, train
 from tests.digits_runs import SEED, report_of, train_digits
+from tests.helpers import load_data
 from tests.typed import dpmac
 
 

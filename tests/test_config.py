@@ -127,12 +127,6 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
 
 
 #: Settings that say how your own data are read, with the same values there.
-OF_SOURCE = (
-    *("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit", "task"),
-    "skip_bad",
-)
-
-
 def resolve(
     flags: Mapping[str, Any] | None = None,
     file: Path | None = None,
@@ -299,8 +293,6 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path) -> None:
         beside = BESIDE.get(name, {})
         resolved = from_file(file, {name.replace("_", "-_"[number % 2]): value, **beside})
         assert getattr(resolved.plan.settings, name) == VALUES[name], name
-        if name in OF_SOURCE:
-            assert getattr(resolved.plan.facts.source, name) == VALUES[name], name
         if name in resolved.plan.optimizer.used():
             assert getattr(resolved.plan.optimizer, name) == VALUES[name], name
         typed_as_flag = resolve({name: typed, **beside})

@@ -13,12 +13,11 @@ import pytest
 from pyarrow import parquet
 
 from dpmac_cli import bounded_yaml
-from dpmac_cli.config.facts import Source
 from dpmac_cli.data import memory
 from dpmac_cli.data.table_schema import read_schema, schema_of
-from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
+from tests.helpers import declared, inspect
 from tests.typed import dpmac
 
 HUGE = 10**12
@@ -81,7 +80,7 @@ def test_the_header_of_an_array(
         archive.writestr("x.npy", content)
         archive.writestr("y.npy", LABELS)
     with pytest.raises(InputError) as caught:
-        inspect(Source(tmp_path / "t.npz", feature_range=(0, 1)))
+        inspect(declared(tmp_path / "t.npz", feature_range=(0, 1)))
     assert said in str(caught.value)
 
 
@@ -123,16 +122,16 @@ def test_data_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.Mo
         archive.writestr("x.npy", GOOD)
         archive.writestr("y.npy", LABELS)
     with pytest.raises(InputError, match=r"npy needs .* GB of memory, of 3e-07 GB"):
-        inspect(Source(tmp_path / "t.npz", feature_range=(0, 1)))
+        inspect(declared(tmp_path / "t.npz", feature_range=(0, 1)))
     parquet.write_table(pa.table({"x": range(40), "y": ["a", "b"] * 20}), tmp_path / "t.parquet")
     table = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": {"x": {"range": [0, 1]}}}
-    source = Source(tmp_path / "t.parquet", schema=schema_of(table, "it"))
+    source = declared(tmp_path / "t.parquet", schema=schema_of(table, "it"))
     with pytest.raises(InputError, match=r"40 records needs .* GB of memory"):
         inspect(source)
     monkeypatch.setattr(memory, "memory", lambda: 400)
     wide = {**table, "columns": {"x": {"categories": [*map(str, range(9))]}}}
     with pytest.raises(InputError, match=r"40 records: 10 inputs each needs .* fewer columns or"):
-        inspect(Source(tmp_path / "t.parquet", schema=schema_of(wide, "it")))
+        inspect(declared(tmp_path / "t.parquet", schema=schema_of(wide, "it")))
 
 
 def test_a_parquet_file_with_any_byte_changed(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_a_parquet_file_with_any_byte_changed(tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"x": np.arange(40) / 40, "y": ["a", "b"] * 20}), file)
     table = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": {"x": {"range": [0, 1]}}}
-    source, good = Source(file, schema=schema_of(table, "it")), file.read_bytes()
+    source, good = declared(file, schema=schema_of(table, "it")), file.read_bytes()
     draw, said = np.random.default_rng(0), set[str]()
     for _ in range(300):
         content = bytearray(good)

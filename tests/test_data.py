@@ -8,11 +8,11 @@ import torch
 from torchvision.datasets import mnist
 
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.config.facts import Records
 from dpmac_cli.data import published
+from dpmac_cli.data.dataset import Split as Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data, Split, fingerprint
-from dpmac_cli.models.loaders import load_data
+from tests.helpers import load_data
 
 CPU = torch.device("cpu")
 RAW_FILES = tuple(Path(archive).stem for archive, _ in mnist.MNIST.resources)
@@ -71,7 +71,7 @@ def test_a_single_changed_value_is_noticed(
 
 def test_missing_files_without_a_network_are_one_message(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        load_data("mnist", tmp_path, CPU, download=True)
+        load_data("mnist", tmp_path, CPU)
     (message,) = str(caught.value).splitlines()
     assert message.startswith(
         f"The dataset mnist is not in {tmp_path / 'MNIST' / 'raw'} and could not be downloaded "

@@ -4,7 +4,6 @@ import io
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -20,11 +19,12 @@ from pyarrow import parquet
 from torch.utils.data import Dataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch
-from dpmac_cli.config.facts import Source
 from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.read import read_own
 from dpmac_cli.data.table_schema import schema_of
-from dpmac_cli.data.user_data import inspect, load
 from dpmac_cli.errors import InputError
+from tests.helpers import declared, with_settings
 from tests.tiny_bert import tiny_reader
 
 COUNT, CLASSES = 24, ("a", "b")
@@ -49,45 +49,45 @@ def label(row: int) -> str:
     return CLASSES[row % 2]
 
 
-def csv_file(where: Path, contents: Contents) -> Source:
+def csv_file(where: Path, contents: Contents) -> Declaration:
     (where / "t.csv").write_bytes(b"\n".join([",".join(COLUMNS).encode(), *contents, b""]))
-    return Source(where / "t.csv", schema=SCHEMA, unit="unit")
+    return declared(where / "t.csv", schema=SCHEMA, unit="unit")
 
 
-def table_of_numbers(where: Path, contents: Contents) -> Source:
+def table_of_numbers(where: Path, contents: Contents) -> Declaration:
     """Numbers to predict."""
     (where / "t.csv").write_text("\n".join([",".join(COLUMNS), *contents, ""]))
     label = {"column": "y", "range": [0, 9]}
     columns = {"x": {"range": [0, 99]}, "k": {"range": [0, 1]}}
     schema = schema_of({"label": label, "columns": columns, "drop": ["unit", "note"]}, "schema")
-    return Source(where / "t.csv", schema=schema)
+    return declared(where / "t.csv", schema=schema)
 
 
-def parquet_file(where: Path, contents: Contents) -> Source:
+def parquet_file(where: Path, contents: Contents) -> Declaration:
     text = [pa.array(cells, pa.string()) for cells in zip(*contents, strict=True)]
     parquet.write_table(pa.table(text, [*COLUMNS]), where / "t.parquet")
-    return Source(where / "t.parquet", schema=SCHEMA, unit="unit")
+    return declared(where / "t.parquet", schema=SCHEMA, unit="unit")
 
 
-def frame(_: Path, contents: Contents) -> Source:
+def frame(_: Path, contents: Contents) -> Declaration:
     cells = [cell for record in contents for cell in record]
     kind = object if "\ud800" in [cell for cell in cells if isinstance(cell, str)] else None
     columns = zip(COLUMNS, zip(*contents, strict=True), strict=True)
     data = from_dataframe(pd.DataFrame({n: pd.Series(c, dtype=kind) for n, c in columns}), SCHEMA)
-    return Source(data.path, schema=SCHEMA, in_memory=data, unit="unit")
+    return declared(data.path, schema=SCHEMA, in_memory=data, unit="unit")
 
 
-def arrays(_: Path, contents: Contents) -> Source:
+def arrays(_: Path, contents: Contents) -> Declaration:
     x, labels, units = zip(*contents, strict=True)
     data = ArrayData([*x], [*labels], classes=CLASSES, low=0, high=99, unit=[*units])
-    return Source(data.path, in_memory=data)
+    return declared(data.path, in_memory=data)
 
 
-def numbers(_: Path, contents: Contents) -> Source:
+def numbers(_: Path, contents: Contents) -> Declaration:
     """Numbers to predict."""
     x, y = zip(*contents, strict=True)
     data = ArrayData([*x], [*y], low=0, high=99, target_low=0, target_high=9)
-    return Source(data.path, in_memory=data)
+    return declared(data.path, in_memory=data)
 
 
 class Listed(Dataset[Any]):
@@ -105,17 +105,17 @@ class Listed(Dataset[Any]):
         return self.items[row]
 
 
-def torch_dataset(_: Path, contents: Contents) -> Source:
+def torch_dataset(_: Path, contents: Contents) -> Declaration:
     data = from_torch(Listed(contents), classes=CLASSES, low=0, high=99)
-    return Source(data.path, in_memory=data)
+    return declared(data.path, in_memory=data)
 
 
-def torch_images(_: Path, contents: Contents) -> Source:
+def torch_images(_: Path, contents: Contents) -> Declaration:
     data = from_torch(Listed(contents), classes=CLASSES)
-    return Source(data.path, in_memory=data)
+    return declared(data.path, in_memory=data)
 
 
-def folder(where: Path, contents: Contents, **declared: Any) -> Source:
+def folder(where: Path, contents: Contents, **more: Any) -> Declaration:
     for row, (name, content) in enumerate(contents):
         file = where / "d" / label(row) / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -123,20 +123,20 @@ def folder(where: Path, contents: Contents, **declared: Any) -> Source:
             file.write_bytes(content)
         else:
             content(file)
-    return Source(where / "d", classes=CLASSES, **declared)
+    return declared(where / "d", classes=CLASSES, **more)
 
 
-def images(where: Path, contents: Contents) -> Source:
+def images(where: Path, contents: Contents) -> Declaration:
     return folder(where, contents, channels=1, image_size=8, unit="p([0-9]+)_")
 
 
-def text_folder(where: Path, contents: Contents) -> Source:
+def text_folder(where: Path, contents: Contents) -> Declaration:
     return folder(where, contents, texts=tiny_reader(8))
 
 
-def texts(_: Path, contents: Contents) -> Source:
+def texts(_: Path, contents: Contents) -> Declaration:
     data = ArrayData(list(contents), [n % 2 for n in range(len(contents))], classes=CLASSES)
-    return Source(data.path, in_memory=data, texts=tiny_reader(8))
+    return declared(data.path, in_memory=data, texts=tiny_reader(8))
 
 
 def picture(mode: str, pixels: Any, form: str = "PNG", **more: Any) -> bytes:
@@ -203,7 +203,7 @@ NOTES = [b"cat cat", b"\x00", b"CAT!" * 9_999, b"\xef\xbb\xbfcat"]
 BAD_NOTES = [b"", b" \n", b"\xff", link("bad.txt"), link("nowhere.txt"), link("."), os.mkfifo]
 #: Each reader, its records, records of every kind to put in the place of one of them, and those
 #: that cannot be used.
-READERS: dict[str, tuple[Callable[[Path, Contents], Source], Contents, Contents, Contents]] = {
+READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Contents, Contents]] = {
     "csv": (csv_file, [f"{n}.5,{n % 2},{label(n)},u{n // 3},".encode() if n % 2 else
                        f'"{n}.5",{n % 2},{label(n)},u{n // 3},"x"'.encode() for n in range(COUNT)],
             LINES, [b"old,0,a,1,", b"1,0,c,1,", b"1,0,a,,", b"1,0,a,NA,", b'1,"0,a,1,', b"1,2"]),
@@ -238,17 +238,18 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Source], Contents, Contents,
 IN_MEMORY = ("arrays", "numbers", "torch", "torch images", "texts")
 
 
-def seen(source: Source) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], int]:
+def seen(source: Declaration) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], int]:
     """What is public of a dataset, the records of each side, and how many are left out."""
-    found, sides = inspect(source), []
-    assert all(map(str.isprintable, (*found.skipped, *found.why)))
-    for side in load(source):
+    data, sides = read_own(source), []
+    left_out = data.notes.left_out
+    assert all(map(str.isprintable, (*left_out.records, *left_out.reasons)))
+    for side in (data.train, data.test):
         x = side.x.read() if isinstance(side.x, Rows) else side.x
-        units = [""] * len(x) if side.units is None else side.units
+        units = [""] * len(x) if side.unit is None else side.unit
         records = zip(x, side.y, units, strict=True)
         sides.append(Counter((np.asarray(x).tobytes(), y.tobytes(), str(u)) for x, y, u in records))
-    facts = found
-    return (facts.shape, facts.mean, facts.std, facts.task), sides, len(found.skipped)
+    facts = data.facts
+    return (facts.shape, facts.mean, facts.std, facts.task), sides, len(left_out.records)
 
 
 @pytest.mark.promise("reading")
@@ -263,7 +264,7 @@ def test_changing_one_record_changes_how_no_other_is_read(
     """
     make, contents, others, bad = READERS[name]
     (tmp_path / "all").mkdir()
-    public, before, _ = seen(replace(make(tmp_path / "all", contents), skip_bad=skip_bad))
+    public, before, _ = seen(with_settings(make(tmp_path / "all", contents), skip_bad=skip_bad))
     assert sum(side.total() for side in before) == COUNT
     for place in (0, 11) if skip_bad else (11,):
         for kind, other in enumerate([*bad, *others]):
@@ -271,7 +272,7 @@ def test_changing_one_record_changes_how_no_other_is_read(
             where.mkdir()
             changed = [*contents[:place], other, *contents[place + 1 :]]
             try:
-                facts, after, skipped = seen(replace(make(where, changed), skip_bad=skip_bad))
+                facts, after, skipped = seen(with_settings(make(where, changed), skip_bad=skip_bad))
             except InputError:
                 assert not skip_bad or (name in IN_MEMORY and kind < len(bad)), other
                 continue

@@ -48,7 +48,6 @@ from dpmac_cli.models.features import (
     head_of,
     with_features,
 )
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published
@@ -67,7 +66,7 @@ from tests.digits_runs import (
     weights,
 )
 from tests.dp.reference import Subject
-from tests.helpers import class_task, trained_names
+from tests.helpers import class_task, load_data, trained_names
 from tests.tiers import rest_long
 
 CPU = torch.device("cpu")

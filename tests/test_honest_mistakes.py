@@ -30,13 +30,13 @@ from dpmac_cli import (
     train,
     tune,
 )
-from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.facts import InMemoryData, Source
+from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import digits_network, refused, train_digits
-from tests.helpers import load
+from tests.helpers import declared, load
 from tests.layer_cases import Do
 from tests.typed import dpmac
 
@@ -74,10 +74,12 @@ def records(count: int = 60) -> TensorDataset:
 NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
     "train": lambda data: resolve(dataset=data, **CHEAP).private_notes,
     "make_private": lambda data: make_private(network(), data, **CHEAP).private_notes,
-    "tune": lambda data: private_notes(
-        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).plans[0]
+    "tune": lambda data: (
+        plan_search(
+            {"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}
+        ).private_notes
     ),
-    "compare": lambda data: private_notes(grid_of({"dataset": data, "sigma": "6"}, None).plan),
+    "compare": lambda data: grid_of({"dataset": data, "sigma": "6"}, None).private_notes,
 }
 
 
@@ -433,16 +435,14 @@ def dated(last: str) -> InMemoryData:
     return from_dataframe(pa.table(columns), schema)
 
 
-def source_of(data: Any) -> Source:
-    source = resolve(dataset=data, **CHEAP).plan.facts.source
-    assert isinstance(source, Source)
-    return source
+def of_frame(data: InMemoryData) -> Declaration:
+    return declared(in_memory=data, schema=data.schema)
 
 
 def test_the_newest_date_decides_no_age_of_other_records() -> None:
     """Years count until the last day of the declared range."""
     before, after = (
-        Counter(x for side in load(source_of(dated(last))) for x in side[0].ravel().tolist())
+        Counter(x for side in load(of_frame(dated(last))) for x in side[0].ravel().tolist())
         for last in ("2020-02-01", "2024-06-01")
     )
     assert (before - after).total() == (after - before).total() == 1

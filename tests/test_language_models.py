@@ -233,7 +233,7 @@ def test_the_perplexity_of_a_text_is_that_of_its_loss() -> None:
     np.testing.assert_allclose(found, [[1.0], [math.e**2]], rtol=1e-6)
 
 
-def test_a_temperature_of_0_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temperature_of_0_is_not_the_default() -> None:
     given = list[tuple[int, float]]()
 
     def continued(x: object, length: int, temperature: float) -> list[object]:
@@ -245,7 +245,6 @@ def test_a_temperature_of_0_is_not_the_default(monkeypatch: pytest.MonkeyPatch) 
         header=SimpleNamespace(task=LanguageModel()),
         model=SimpleNamespace(get_submodule=lambda name: SimpleNamespace(continued=continued)),
     )
-    monkeypatch.setattr(prediction, "_inputs", lambda *rest: [None])
     for temperature in (0.0, None, 0.5):
-        prediction._continued(released, released, torch.device("cpu"), None, temperature)
+        prediction._continued(released, iter([torch.zeros(1)]), None, temperature)
     assert given == [(prediction.LENGTH, t) for t in (0.0, 1.0, 0.5)]

@@ -28,14 +28,12 @@ from dpmac_cli import (
     from_torch,
     resolve,
 )
-from dpmac_cli.config.facts import DataFacts, Source
-from dpmac_cli.data import user_data
+from dpmac_cli.config.facts import DataFacts
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.image_folder import _white
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.units import units_in
-from dpmac_cli.data.user_data import inspect
-from dpmac_cli.models.loaders import load_data
-from tests.helpers import load
+from tests.helpers import declared, inspect, load, records_of
 from tests.test_every_reader import Listed, seen
 
 CLASSES = ("cat", "dog", "eel")
@@ -69,7 +67,7 @@ def table(path: Path, **arrays: Any) -> Path:
 def refused(path: Path, **options: Any) -> str:
     """What is said of data that cannot be used."""
     with pytest.raises(InputError) as failure:
-        load(Source(path, **options))
+        load(declared(path, **options))
     return str(failure.value)
 
 
@@ -82,7 +80,7 @@ def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[s
 def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     folder(tmp_path / "train", 4)
     folder(tmp_path / "test", 2)
-    source = Source(tmp_path)
+    source = declared(tmp_path)
     found = inspect(source)
     assert described(found) == (12, 6, (1, 6, 8), CLASSES)
     assert not found.held_out
@@ -103,7 +101,7 @@ def test_of_equal_rows_one_less_is_one_less_on_one_side(tmp_path: Path) -> None:
 
     def counts(name: str, kept: list[int]) -> tuple[Counter[Any], Counter[Any]]:
         file = table(tmp_path / f"{name}.npz", x=x[kept], y=y[kept])
-        (x0, y0), (x1, y1) = load(Source(file, test_fraction=0.3))
+        (x0, y0), (x1, y1) = load(declared(file, test_fraction=0.3))
         train, test = (zip(x[:, 0, 0, 0], y, strict=True) for x, y in ((x0, y0), (x1, y1)))
         return Counter(train), Counter(test)
 
@@ -142,7 +140,7 @@ def test_sixteen_bits_become_eight_by_the_range_of_the_format(
     deep(tmp_path / "cat" / f"deep.{suffix}")
     if colour:
         picture(tmp_path / "dog" / "9.png", 200, (4, 2), mode="RGB")
-    for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
+    for source in (declared(tmp_path), declared(tmp_path, skip_bad=True)):
         assert inspect(source).shape == (3 if colour else 1, 2, 4)
         (x, _), (x_test, _) = load(source)
         assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
@@ -153,7 +151,7 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
     first = last.transpose(0, 3, 1, 2)
     for x in (last, first):
         tests = {"x_test": x[:2], "y_test": np.array([2, 0])}
-        source = Source(table(tmp_path / "t.npz", x=x, **tests))
+        source = declared(table(tmp_path / "t.npz", x=x, **tests))
         assert described(inspect(source)) == (6, 2, (3, 4, 5), ("0", "1", "2"))
         (images, labels), (test_images, test_labels) = load(source)
         assert np.array_equal(images, first)
@@ -201,7 +199,7 @@ def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
     assert "y contains names. Declare them as class names: --classes cat,cow,dog" in refused(path)
     many = table(tmp_path / "many.npz", y=np.array(list("fedcba")))
     assert refused(many).endswith("--classes a,b,c,d,e,....")  # no command that leaves one out
-    train, test = load(Source(path, classes=("cow", "dog", "cat")))
+    train, test = load(declared(path, classes=("cow", "dog", "cat")))
     assert train[1].tolist() == [0, 2, 1, 2, 0, 1]
     assert test[1].tolist() == [0, 2]
     assert "no name of --classes" in refused(path, classes=("cow", "dog"))
@@ -209,7 +207,7 @@ def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
 
 @pytest.mark.promise("reading")
 def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) -> None:
-    source = Source(folder(tmp_path), channels=1, classes=CLASSES)
+    source = declared(folder(tmp_path), channels=1, classes=CLASSES)
     before = inspect(source).shape
     picture(tmp_path / "cat" / "odd.png", 3, mode="RGB")
     assert inspect(source).shape == before == (1, 6, 8)
@@ -223,7 +221,7 @@ def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...
         folder(root / part, 6)
         for file in (root / part / "cat").iterdir():
             file.unlink()
-    source = Source(root, 0.5, channels=1, image_size=8, classes=CLASSES)
+    source = declared(root, 0.5, channels=1, image_size=8, classes=CLASSES)
     for _ in range(2):
         facts = inspect(source)
         assert facts.task.names == CLASSES
@@ -231,15 +229,15 @@ def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...
         assert {1, 2} == {int(label) for _, y in load(source) for label in y}
         for part in parts:
             shutil.rmtree(root / part / "cat", ignore_errors=True)
-    one = Source(folder(tmp_path / "1", 1), test_fraction=0.5, split_seed=1, classes=CLASSES)
+    one = declared(folder(tmp_path / "1", 1), test_fraction=0.5, split_seed=1, classes=CLASSES)
     assert inspect(one).train_size == 2  # all of the class cat are held out
 
 
 COUNT, BAD_RECORDS_CLASSES = 60, ("a", "b")
 
 
-def parts(source: Source) -> Any:
-    return user_data.load(source)
+def parts(source: Declaration) -> Any:
+    return records_of(source)
 
 
 @pytest.mark.promise("reading")
@@ -254,7 +252,7 @@ def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
         parquet.write_table(
             pa.table({"unit": units, "age": ages, "y": kinds}), tmp_path / "t.parquet"
         )
-        return inspect(Source(tmp_path / "t.parquet", schema=schema, unit="unit"))
+        return inspect(declared(tmp_path / "t.parquet", schema=schema, unit="unit"))
 
     ids = pa.array([2**60 + 200 * n for n in range(200)])
     merged = ids.cast(pa.float64(), safe=False)
@@ -283,7 +281,7 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
     for more in (frame, pd.concat([frame, missing])):
         assert more["k"].dtype == (float if len(more) > len(frame) else int)
         in_memory = from_dataframe(more, schema)
-        source = Source(in_memory.path, schema=schema, in_memory=in_memory, skip_bad=True)
+        source = declared(in_memory.path, schema=schema, in_memory=in_memory, skip_bad=True)
         found.append(seen(source))
     assert found[0][1] == found[1][1]
     assert found[1][2] == 1
@@ -295,9 +293,9 @@ def numbers(count: int = COUNT) -> tuple[Any, Any, Any]:
     return x, np.arange(count) % 2, np.arange(count) // 2 + 10**10
 
 
-def arrays(x: Any, y: Any, unit: Any = None, **more: Any) -> Source:
+def arrays(x: Any, y: Any, unit: Any = None, **more: Any) -> Declaration:
     in_memory = ArrayData(x, y, unit=unit, classes=BAD_RECORDS_CLASSES, low=0, high=9)
-    return Source(in_memory.path, in_memory=in_memory, **more)
+    return declared(in_memory.path, in_memory=in_memory, **more)
 
 
 @pytest.mark.promise("reading")
@@ -350,9 +348,9 @@ def floats() -> list[Any]:
     return [(torch.rand(3, generator=draws), n % 2) for n in range(COUNT)]
 
 
-def from_items(items: list[Any]) -> Source:
+def from_items(items: list[Any]) -> Declaration:
     in_memory = from_torch(Listed(items), classes=BAD_RECORDS_CLASSES, low=0, high=1)
-    return Source(in_memory.path, in_memory=in_memory)
+    return declared(in_memory.path, in_memory=in_memory)
 
 
 @pytest.mark.promise("published")
@@ -463,8 +461,8 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
     for unit in (None, [f"copy {row}" for row in range(len(repeated))]):
         with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
             from_torch(repeated, unit=unit, **known)
-    plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
-    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
+    resolved = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4)
+    assert resolved.plan.facts.train_size + len(set(plan_units(resolved))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).private_notes
                 if "copies" in note]  # fmt: skip
 
@@ -489,8 +487,8 @@ def test_records_that_are_trained_on_are_not_tested_on() -> None:
     assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
 
 
-def plan_units(plan: Any) -> list[str]:
-    return list(parts(plan.facts.source)[1].units.tolist())
+def plan_units(resolved: Any) -> list[str]:
+    return list(resolved.data.test.unit.tolist())
 
 
 @pytest.mark.promise("published")
@@ -500,7 +498,8 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.facts.findings.copies == 40
+    assert given.data is not None
+    assert given.data.notes.copies == 40
     (note,) = [note for note in given.private_notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "name the unit of each record" in note
@@ -534,7 +533,7 @@ def test_images_are_upright_as_their_exif_says(
         place.parent.mkdir(exist_ok=True)
         turned(place, orientations[number // 2 % 4])
     expected = {UPRIGHT[orientation].tobytes(): 10 for orientation in orientations}
-    for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
+    for source in (declared(tmp_path), declared(tmp_path, skip_bad=True)):
         assert inspect(source).shape == (1, *UPRIGHT[orientations[0]].shape)
         assert Counter(image.tobytes() for x, _ in load(source) for image in x) == expected
 
@@ -549,10 +548,10 @@ def test_scans_of_twelve_bits_are_scaled_on_request(tmp_path: Path) -> None:
     for number in range(10):
         deep_of_bad_records(tmp_path / BAD_RECORDS_CLASSES[number % 2] / f"{number}.png", 4095)
     settings: dict[str, Any] = {"dataset": str(tmp_path), "sigma": 4, "batch_size": 2}
-    (x, _), _ = load(Source(tmp_path))
+    (x, _), _ = load(declared(tmp_path))
     assert x.max() == 16
-    source = Source(tmp_path, levels=4095)
-    assert resolve(settings, levels=4095).plan.facts.source == source
+    source = declared(tmp_path, levels=4095)
+    assert resolve(settings, levels=4095).plan.facts == inspect(source)
     (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
@@ -568,9 +567,9 @@ def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
     sides: dict[str, Any] = {"x": x[:40], "y": y[:40], "unit": unit[:40]}
     sides |= {"x_test": x[40:], "y_test": y[40:], "unit_test": unit[40:]}
 
-    def source(**more: Any) -> Source:
+    def source(**more: Any) -> Declaration:
         in_memory = ArrayData(**{**sides, **more}, classes=BAD_RECORDS_CLASSES, low=0, high=9)
-        return Source(in_memory.path, in_memory=in_memory, skip_bad=True)
+        return declared(in_memory.path, in_memory=in_memory, skip_bad=True)
 
     before = seen(source())
     other = unit[40] if place == "" else unit[0]
@@ -599,7 +598,10 @@ def test_arrays_are_what_their_file_is(tmp_path: Path) -> None:
     x, y = rows()
     np.savez(tmp_path / "table.npz", x=x, y=y, low=np.zeros(5), high=np.full(5, 2.0))
     in_memory = ArrayData(x, y, low=[0.0] * 5, high=[2.0] * 5)
-    filed, held = seen(Source(tmp_path / "table.npz")), seen(Source(Path("a"), in_memory=in_memory))
+    filed, held = (
+        seen(declared(tmp_path / "table.npz")),
+        seen(declared(in_memory=in_memory)),
+    )
     assert filed[1] == held[1]
     assert filed[0] == held[0]
 
@@ -611,8 +613,8 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
     schema = {"label": label, "columns": {"age": {"range": [0, 100]}}}
     frame.to_csv(tmp_path / "table.csv", index=False)
     given = from_dataframe(kind(frame), schema)
-    held = seen(Source(given.path, schema=given.schema, in_memory=given))
-    filed = seen(Source(tmp_path / "table.csv", schema=schema_of(schema, "schema")))
+    held = seen(declared(given.path, schema=given.schema, in_memory=given))
+    filed = seen(declared(tmp_path / "table.csv", schema=schema_of(schema, "schema")))
     assert held[1] == filed[1]
     assert held[0] == filed[0]
     with pytest.raises(InputError, match=r"schema: columns\.age: needs either a range"):
@@ -640,10 +642,12 @@ def test_what_cannot_be_records_is_told_at_once() -> None:
 def test_labels_cannot_change_under_a_run() -> None:
     x, y = rows(60)
     data = ArrayData(x, y, low=0, high=2)
-    plan = resolve(QUICK, dataset=data).plan
-    kept = load_data(plan.facts.chosen, Path(), torch.device("cpu")).train.labels.clone()
+    resolved = resolve(QUICK, dataset=data)
+    assert resolved.data is not None
+    kept = resolved.data.train.y.copy()
     y[:] = 7
-    assert torch.equal(load_data(plan.facts.chosen, Path(), torch.device("cpu")).train.labels, kept)
+    assert np.array_equal(resolved.data.train.y, kept)
+    assert np.array_equal(records_of(declared(in_memory=data))[0].y, kept)
     assert "ArrayData" in dpmac_cli.__all__
 
 
@@ -656,7 +660,7 @@ def test_white_is_the_largest_value_of_the_bits_that_a_scan_has(bits: int) -> No
 def test_another_seed_holds_out_other_records() -> None:
     x, y = rows()
     data = ArrayData(x, y, low=-5, high=5)
-    sources = [Source(Path("a"), in_memory=data, split_seed=seed) for seed in (0, 0, 1)]
-    tested = [user_data.load(source)[1].x for source in sources]
+    sources = [declared(Path("a"), in_memory=data, split_seed=seed) for seed in (0, 0, 1)]
+    tested = [records_of(source)[1].x for source in sources]
     first, again, other = (set(np.asarray(part).ravel().tolist()) for part in tested)
     assert first == again != other

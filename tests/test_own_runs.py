@@ -6,7 +6,6 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,17 +332,18 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
 def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> None:
     """Those that are still at hand are used, whatever became of their files."""
     data = wine("wine.npz") if kind == "npz" else photos("photos")
-    config = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run").plan
+    resolved = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run")
     if kind == "npz":
         arrays = dict(np.load(data))
         np.savez(data, **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
     else:
         shutil.copy("photos/train/digit-1/1.png", "photos/train/digit-1/new.png")
-    elsewhere = replace(config, facts=pickle.loads(pickle.dumps(config.facts)))
-    with pytest.raises(InputError, match="changed while it was being read"):
-        finish(train(elsewhere))
+    for elsewhere in (resolved.plan, pickle.loads(pickle.dumps(resolved.plan))):
+        with pytest.raises(InputError, match="changed while it was being read"):
+            finish(train(elsewhere))
     assert not Path("run").exists()
-    assert finish(train(config)).report["dataset"]["train_size"] == config.facts.train_size
+    size = finish(train(resolved)).report["dataset"]["train_size"]
+    assert size == resolved.plan.facts.train_size
 
 
 # A declared schema.

@@ -22,9 +22,9 @@ import dpmac_cli
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run
 from tests.digits_runs import train_digits
+from tests.helpers import load_data
 
 CPU = torch.device("cpu")
 

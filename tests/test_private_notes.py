@@ -13,11 +13,10 @@ from torch import nn
 
 from dpmac_cli import Poisson, PrivateStep, from_dataframe, make_private, resolve
 from dpmac_cli.config.checks import private_notes
-from dpmac_cli.config.facts import Source
 from dpmac_cli.data.table_schema import schema_of
-from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import as_keywords
 from dpmac_cli.runs import folder
+from tests.helpers import declared, notes_on
 from tests.secret_search import published
 from tests.typed import dpmac
 
@@ -114,7 +113,10 @@ def test_a_program_reads_private_notes_apart_from_others(here: Path) -> None:
         assert not [note for note in holder.notes if "height" in note or "records" in note]
         assert "Nrod of ward" not in repr(holder)
         assert "records" not in " ".join(holder.notes)
-    assert resolved.private_notes == tuple(map(as_keywords, private_notes(resolved.plan)))
+    assert resolved.data is not None
+    assert resolved.private_notes == tuple(
+        map(as_keywords, private_notes(resolved.plan, resolved.data.notes))
+    )
     assert "of 799" not in repr(resolved)
     sampling = Poisson(n=60, batch_size=6)
     step = PrivateStep(
@@ -125,8 +127,8 @@ def test_a_program_reads_private_notes_apart_from_others(here: Path) -> None:
 
 def remarks(schema: dict[str, Any], **columns: Any) -> list[str]:
     data = from_dataframe(pa.table(columns), schema)
-    found = inspect(Source(data.path, schema=schema_of(schema, "it"), in_memory=data))
-    return list(found.findings.remarks)
+    found = notes_on(declared(data.path, schema=schema_of(schema, "it"), in_memory=data))
+    return list(found.remarks)
 
 
 @pytest.mark.parametrize(("outside", "noted"), [(0, False), (4, False), (5, True), (200, True)])
@@ -159,5 +161,6 @@ def test_equal_records_are_a_matter_of_course_in_a_table_of_few_columns() -> Non
     both = {name: [*of[:150], *of[:150]] for name, of in more.items()}
     for table, given, noted in ((few, schema, False), (both, wide, True)):
         found = resolve(dataset=from_dataframe(pa.table(table), given), sigma=6, steps=2)
-        assert found.plan.facts.findings.copies > 100
+        assert found.data is not None
+        assert found.data.notes.copies > 100
         assert any("copies" in note for note in found.private_notes) == noted

@@ -21,11 +21,10 @@ from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.dataset import Split
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
-from dpmac_cli.runs import checkpoint
+from dpmac_cli.runs import checkpoint, prepare
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.resolve import resolve
@@ -351,7 +350,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     y, unit = np.arange(400) % 2, np.arange(400) // 8
     np.savez("visits.npz", x=np.ones((400, 3)), y=y, unit=unit, low=-5, high=5)
     plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
-    data = load_data(plan.facts.chosen, Path(), torch.device("cpu"), found=plan.facts)
+    data = prepare.load(plan, torch.device("cpu"))
     run_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but epsilon was computed for"):
         run_trainer(plan, data=replace(data, test=replace(data.test, units=None)))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.loaders import load_data
+from dpmac_cli.models.loaders import on_device
 from dpmac_cli.release import prediction
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare
@@ -119,12 +119,12 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score on 400 records at most: on all of them the network of CIFAR-10 takes seconds."""
 
-    def few(*args: Any, **facts: Any) -> Data:
-        data = load_data(*args, **facts)
+    def few(*args: Any) -> Data:
+        data = on_device(*args)
         return replace(data, test=Split(data.test.images[:400], data.test.labels[:400]))
 
-    monkeypatch.setattr(prepare, "load_data", few)
-    monkeypatch.setattr(prediction, "load_data", few)
+    monkeypatch.setattr(prepare, "on_device", few)
+    monkeypatch.setattr(prediction, "on_device", few)
 
 
 def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:

@@ -26,12 +26,12 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import as_flags
 from dpmac_cli.models.dataset import Split
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import train
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import plan as grid
 from dpmac_cli.studies.search import plan_search
+from tests.helpers import load_data
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"]

@@ -17,7 +17,6 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 from dpmac_cli import ArrayData, predict
 from dpmac_cli.accounting.events import score_event
 from dpmac_cli.data.units import Units, units_of
-from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
@@ -30,6 +29,7 @@ from dpmac_cli.training.private_scores import release_score
 from tests import care
 from tests.care import assert_noise_of, moved_by_units, owners_of, source, write_table
 from tests.digits_runs import report_of
+from tests.helpers import inspect
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -86,8 +86,9 @@ def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) 
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     x, y = np.zeros((40, 1)), np.arange(40) / 100
     data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-    found = resolve(dataset=data, batch_size=4, sigma=4).plan.facts
-    assert found.findings.copies == 0
+    found = resolve(dataset=data, batch_size=4, sigma=4).data
+    assert found is not None
+    assert found.notes.copies == 0
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release import run as running
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint
 from tests.digits_runs import train_digits
+from tests.helpers import load_data
 from tests.typed import dpmac
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ import pytest
 from pyarrow import parquet
 
 from dpmac_cli import from_dataframe
-from dpmac_cli.config.facts import Source
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.row_text import keys_of, plain_texts
 from dpmac_cli.data.table_schema import schema_of
-from dpmac_cli.data.user_data import inspect
+from tests.helpers import declared, records_of
 
 pytestmark = pytest.mark.promise("reading")
 
@@ -73,26 +73,26 @@ def changed(**columns: Any) -> dict[str, Any]:
     return {**SCHEMA, "columns": kept, "drop": [*stay, *dropped]}
 
 
-def written(file: Path, schema: Mapping[str, Any], frame: pd.DataFrame, **how: Any) -> Source:
+def written(file: Path, schema: Mapping[str, Any], frame: pd.DataFrame, **how: Any) -> Declaration:
     """A file of the records, as CSV or Parquet."""
     if file.suffix == ".parquet":
         frame.to_parquet(file, index=False)
     else:
         frame.to_csv(file, index=False, **how)
-    return Source(file, schema=schema_of(schema, "it"))
+    return declared(file, schema=schema_of(schema, "it"))
 
 
-def held_out(source: Source) -> set[int]:
+def held_out(source: Declaration) -> set[int]:
     """The ranks of the records that are held out."""
-    (train, test) = inspect(source).records
+    (train, test) = records_of(source)
     sides = [np.rint(side.x[:, 0].ravel()).astype(int).tolist() for side in (train, test)]
     assert sorted(sides[0] + sides[1]) == [*range(RECORDS)]
     return set(sides[1])
 
 
-def in_memory(frame: Any) -> Source:
+def in_memory(frame: Any) -> Declaration:
     data = from_dataframe(frame, SCHEMA)
-    return Source(data.path, schema=data.schema, in_memory=data)
+    return declared(data.path, schema=data.schema, in_memory=data)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_split_does_not_depend_on_how_a_table_is_stored(tmp_path: Path) -> N
     tabs = io.BytesIO()
     frame.to_csv(tabs, index=False, sep="\t")
     (tmp_path / "excel.csv").write_bytes(tabs.getvalue().decode().encode("utf-16"))
-    same["UTF-16"] = Source(tmp_path / "excel.csv", schema=schema_of(SCHEMA, "it"))
+    same["UTF-16"] = declared(tmp_path / "excel.csv", schema=schema_of(SCHEMA, "it"))
     assert {how for how, source in same.items() if held_out(source) != first} == set()
 
 
@@ -146,7 +146,7 @@ def test_a_record_does_not_decide_on_which_side_others_are(tmp_path: Path) -> No
     assert held_out(written(file, SCHEMA, frame.iloc[::-1])) == first
     for gone in (0, 50, RECORDS - 1):
         source = written(file, SCHEMA, frame.drop(gone))
-        ranks = np.rint(inspect(source).records[1].x[:, 0].ravel()).astype(int)
+        ranks = np.rint(records_of(source)[1].x[:, 0].ravel()).astype(int)
         assert set(ranks.tolist()) == first - {gone}
 
 
@@ -154,7 +154,7 @@ def test_a_record_does_not_decide_on_which_side_others_are(tmp_path: Path) -> No
 def test_copies_of_a_record_are_on_one_side(tmp_path: Path, copies: int) -> None:
     """So many that a table of few columns would have them are on both."""
     repeated = pd.concat([table()] * copies).sort_values("rank")
-    train, test = inspect(written(tmp_path / "t.csv", SCHEMA, repeated)).records
+    train, test = records_of(written(tmp_path / "t.csv", SCHEMA, repeated))
     both = set(train.x[:, 0].ravel().tolist()) & set(test.x[:, 0].ravel().tolist())
     assert bool(both) == (copies == 40)
 
@@ -166,7 +166,7 @@ def test_columns_of_types_that_are_no_inputs_may_be_dropped(tmp_path: Path) -> N
     cells = cells.append_column("list", lists).append_column("raw", pa.array([b"\xff"] * RECORDS))
     parquet.write_table(cells, tmp_path / "t.parquet")
     schema = {**SCHEMA, "drop": [*SCHEMA["drop"], "list", "raw"]}
-    found = held_out(Source(tmp_path / "t.parquet", schema=schema_of(schema, "it")))
+    found = held_out(declared(tmp_path / "t.parquet", schema=schema_of(schema, "it")))
     assert 10 < len(found) < 50
 
 

@@ -45,7 +45,7 @@ SCORED = {"cover_scores": True}
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
 
-    monkeypatch.setattr(prepare, "load_data", lambda *_, **__: digits())
+    monkeypatch.setattr(prepare, "read_again", lambda _: digits())
     torch.set_num_threads(1)
 
 

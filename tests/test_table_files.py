@@ -22,15 +22,14 @@ import yaml
 from PIL import Image
 
 from dpmac_cli import from_dataframe, score
-from dpmac_cli.config.facts import Source
 from dpmac_cli.data.column_schema import Column, as_cell
 from dpmac_cli.data.csv_file import CsvFile
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
 from dpmac_cli.data.table_schema import read_schema, schema_of
-from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError, ModelError
-from tests.helpers import load
+from tests.helpers import declared, inspect, load, notes_on
 from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
@@ -101,14 +100,14 @@ def stays(where: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=where, check=True)
 
 
-def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: Any) -> Source:
+def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: Any) -> Declaration:
     (where / "patients.csv").write_text(table)
     (where / "patients.yaml").write_text(schema)
     read = read_schema(where / "patients.yaml")
-    return Source(where / "patients.csv", schema=read, **options)
+    return declared(where / "patients.csv", schema=read, **options)
 
 
-def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
+def inputs(of: Declaration) -> tuple[list[list[float]], list[int]]:
     """Training and test records as the network sees them, one after another."""
     facts = inspect(of)
     rows, labels = zip(*load(of), strict=True)
@@ -309,7 +308,7 @@ def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:
     assert known["table"]["ward"].tolist()[0] == "Süd"
     exec(passed.partition("run = ")[0], known)
     frame = from_dataframe(known["table"], known["schema"])
-    assert inspect(Source(frame.path, schema=frame.schema, in_memory=frame)).shape[0] == 9
+    assert inspect(declared(frame.path, schema=frame.schema, in_memory=frame)).shape[0] == 9
 
 
 LABEL = {"column": "y", "classes": ["a", "b"]}
@@ -421,7 +420,8 @@ def arrays(table: str | bytes, columns: Mapping[str, Any], where: Path, **more: 
     """Arrays of a table with a column y of classes, and why records are left out."""
     given = more.pop("schema", {"label": LABEL, "columns": columns})
     (where / "t.csv").write_bytes(table if isinstance(table, bytes) else table.encode())
-    return read_table(Source(where / "t.csv", schema=schema_of(given, "it"), **more))
+    reading = read_table(declared(where / "t.csv", schema=schema_of(given, "it"), **more))
+    return reading.arrays, reading.left_out
 
 
 def test_values_become_inputs_and_ranges(tmp_path: Path) -> None:
@@ -638,10 +638,10 @@ def test_a_category_without_a_record_is_said_of_its_own_column() -> None:
             "sex": {"categories": ["f", "m", "x"]},
         },
     }
-    found = inspect(
-        Source(Path("t"), in_memory=from_dataframe(frame, schema), schema=schema_of(schema, ""))
+    found = notes_on(
+        declared(Path("t"), in_memory=from_dataframe(frame, schema), schema=schema_of(schema, ""))
     )
-    unused = [remark for remark in found.findings.remarks if "categor" in remark]
+    unused = [remark for remark in found.remarks if "categor" in remark]
     assert len(unused) == 1
     assert "x of sex" in unused[0]
     assert "m of sex" not in unused[0]

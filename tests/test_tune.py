@@ -487,6 +487,7 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     space = tuple(dimension.text for dimension in dimensions)
     return SearchSpace(
         given=shared,
+        data=None,
         dimensions=dimensions,
         search=Search(trials or trials_of(3), (events_of_trial(plan),), space),
         plans=(plan,),

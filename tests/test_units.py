@@ -14,11 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dpmac_cli import ArrayData
-from dpmac_cli.config.facts import Source
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.data import user_data
 from dpmac_cli.data.units import Units, units_in, units_of
-from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release import run
@@ -26,7 +23,16 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training import chunks
 from dpmac_cli.training.augmentation import views_of
 from tests.digits_runs import after, report_of
-from tests.helpers import Batches, Spy, make_trainer, planned, tiny_data
+from tests.helpers import (
+    Batches,
+    Spy,
+    declared,
+    inspect,
+    make_trainer,
+    planned,
+    records_of,
+    tiny_data,
+)
 from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
@@ -167,7 +173,7 @@ def write_table() -> None:
 
 @pytest.mark.promise("unit")
 def test_a_unit_is_trained_on_or_tested_on() -> None:
-    train, test = user_data.load(Source(write_npz()))
+    train, test = records_of(declared(write_npz()))
     x, _, unit = patients()
     owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
     sides = [
@@ -176,13 +182,13 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
     ]
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == set(unit.tolist())
-    assert user_data.inspect(Source(Path("scans.npz"))).train_size == len(sides[0])
+    assert inspect(declared(Path("scans.npz"))).train_size == len(sides[0])
 
 
 @pytest.mark.promise("unit")
 def test_sampling_counts_units() -> None:
     plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
-    units = user_data.inspect(Source(Path("scans.npz"))).train_size
+    units = inspect(declared(Path("scans.npz"))).train_size
     assert units < 30
     assert plan.event.sampling_rate == 6 / units
     assert plan.records_in_a_step == 8
@@ -235,25 +241,25 @@ def in_folders() -> Path:
 
 @pytest.mark.promise("unit")
 def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
-    source = Source(in_folders(), unit="folder", test_fraction=0.3)
-    train, test = user_data.load(source)
-    assert train.units is not None
-    assert test.units is not None
+    source = declared(in_folders(), unit="folder", test_fraction=0.3)
+    train, test = records_of(source)
+    assert train.unit is not None
+    assert test.unit is not None
     assert len(train.y) + len(test.y) == 72
-    counted = Counter([*train.units.tolist(), *test.units.tolist()])
+    counted = Counter([*train.unit.tolist(), *test.unit.tolist()])
     assert counted == {f"p{person:02}": 3 for person in range(24)}
-    assert not set(train.units.tolist()) & set(test.units.tolist())
-    assert user_data.inspect(source).train_size == len(set(train.units.tolist()))
-    for unit in set(train.units.tolist()):
+    assert not set(train.unit.tolist()) & set(test.unit.tolist())
+    assert inspect(source).train_size == len(set(train.unit.tolist()))
+    for unit in set(train.unit.tolist()):
         if int(unit[1:]) % 3 == 0:  # in both classes
-            assert set(train.y[train.units == unit].tolist()) == {0, 1}
+            assert set(train.y[train.unit == unit].tolist()) == {0, 1}
 
 
 @pytest.mark.promise("unit")
 def test_one_name_in_two_encodings_is_one_unit() -> None:
     pictures("train/ill/M\u00fcller/0.png", "train/well/Mu\u0308ller/1.png")
     pictures("test/ill/Meier/2.png", "test/well/Meier/3.png")
-    found = user_data.inspect(Source(Path("scans"), unit="folder"))
+    found = inspect(declared(Path("scans"), unit="folder"))
     assert (found.train_size, found.test_size) == (1, 1)
 
 
@@ -264,7 +270,7 @@ def test_a_folder_under_two_names_is_not_two_units() -> None:
     Path("scans/ill/p01").mkdir(exist_ok=True)
     Path("scans/ill/p01/up").symlink_to(folder.resolve())
     with pytest.raises(InputError) as caught:
-        user_data.inspect(Source(folder, unit="folder"))
+        inspect(declared(folder, unit="folder"))
     said = str(caught.value)
     assert "scans/ill/p99 is the same folder as scans/ill/p02" in said
     assert "scans/ill/p01/up is the same folder as scans;" in said
@@ -333,7 +339,7 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
     units = [word if n in (3, 7) else f"p{n}" for n in range(40)]
     data = ArrayData(x, np.arange(40) % 2, low=0, high=1, unit=units)
     with pytest.raises(InputError, match=r"record 3"):
-        inspect(Source(data.path, in_memory=data))
+        inspect(declared(data.path, in_memory=data))
     if "/" in word:
         return
     for kind in ("a", "b"):
@@ -342,8 +348,8 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
             place.mkdir(parents=True)
             Image.new("L", (8, 8), ord(kind)).save(place / "1.png")
     with pytest.raises(InputError, match="has no unit"):
-        inspect(Source(tmp_path / "scans", unit="folder"))
-    facts = inspect(Source(tmp_path / "scans", unit="folder", skip_bad=True))
+        inspect(declared(tmp_path / "scans", unit="folder"))
+    facts = inspect(declared(tmp_path / "scans", unit="folder", skip_bad=True))
     assert facts.train_size + facts.test_size == 9  # units
 
 

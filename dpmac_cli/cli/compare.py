@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, stop, stop_request
-from dpmac_cli.config.checks import fault_of_package, private_notes
+from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import OneOf, SomePath
 from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
@@ -96,7 +96,7 @@ def compare(
         planned = planned_runs(grid) if dry_run else None
     if not quiet:
         console.print_notes(grid.notes)
-        console.print_private_notes(private_notes(grid.plan))
+        console.print_private_notes(grid.private_notes)
     if planned is not None:
         console.stdout().print(planned)
         return

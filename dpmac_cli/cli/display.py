@@ -14,7 +14,6 @@ from rich.text import Text
 from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar, print_private_notes
 from dpmac_cli.cli.options import stop
-from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import (
     INTERRUPTED,
@@ -77,7 +76,7 @@ class RunDisplay:
                 self._plan = event.plan
                 self.print(*_heading(event))
                 if not self.console.quiet:
-                    print_private_notes(private_notes(event.plan))
+                    print_private_notes(event.private_notes)
                 self._task = self._bar.add_task(
                     "epoch", total=event.steps, completed=event.done, figures=""
                 )

@@ -91,7 +91,7 @@ def _train(
         display = late.display.RunDisplay(console.for_display(quiet, json))
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = late.run.train(resolved.plan, asked, ranks=ranks)
+            events = late.run.train(resolved, asked, ranks=ranks)
         elif run:
             events = late.run.resume(run, settings, asked, ranks=ranks)
         finished = late.display.follow(events, display, asked)

@@ -7,7 +7,6 @@ from rich.text import Text
 
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, stop, stop_request
-from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.flags import Fields, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED
@@ -57,7 +56,7 @@ def tune(
         space = plan_search(given, config, out)
     if not quiet:
         console.print_notes(space.notes)
-        console.print_private_notes(private_notes(space.plans[0]))
+        console.print_private_notes(space.private_notes)
     screen = console.stdout() if dry_run else console.for_display(quiet, json)
     screen.print(*space.lines(), sep="\n")
     if dry_run:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
-from dpmac_cli.config.facts import DataFacts, LeftOut, listed
+from dpmac_cli.config.facts import DataFacts, PrivateNotes, listed
 from dpmac_cli.config.networks import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Settings
@@ -50,7 +50,6 @@ def faults(plan: Plan) -> Iterator[str]:
             "out {sampler} or {canaries}."
         )
     yield from _frozen_faults(plan)
-    yield from _tested_twice(settings, facts)
     task = facts.task
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
     if settings.metric not in chosen:
@@ -76,12 +75,12 @@ def faults(plan: Plan) -> Iterator[str]:
     yield from _weight_faults(settings, facts)
 
 
-def _tested_twice(settings: Settings, facts: DataFacts) -> Iterator[str]:
+def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> Iterator[str]:
     """Yield a fault if scores are to be covered, and a record is trained and tested on.
 
     A unit is on one side only. Without units, each record is one, with its copies.
     """
-    tested = facts.findings.tested
+    tested = notes.tested
     if tested and settings.cover_scores and not facts.unit:
         yield (
             f"{{cover_scores}}: {_copies(len(tested), 'test record', facts.typed)} of training "
@@ -195,35 +194,34 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     yield from _notes_on_privacy(plan)
 
 
-def private_notes(plan: Plan) -> tuple[str, ...]:
+def private_notes(plan: Plan, found: PrivateNotes) -> tuple[str, ...]:
     """Return notes about the records, such as counts of them, which epsilon does not cover.
 
     They are for the person who holds the records. No file and no log has them.
     """
-    return tuple(_notes_on_records(plan))
+    return tuple(_notes_on_records(plan, found))
 
 
-def _notes_on_records(plan: Plan) -> Iterator[str]:
-    """Yield notes on what was found in the records."""
-    found, dataset = plan.facts, plan.facts.typed
-    if found.skipped:
-        yield LeftOut(found.skipped, found.why).note(dataset)
-    tested = found.findings.tested
-    copies_matter = plan.private and not found.findings.expected
-    if found.findings.copies and copies_matter:
+def _notes_on_records(plan: Plan, found: PrivateNotes) -> Iterator[str]:
+    """Yield sentences on what was found in the records."""
+    dataset, tested = plan.facts.typed, found.tested
+    if found.left_out.records:
+        yield found.left_out.note(dataset)
+    copies_matter = plan.private and not found.expected
+    if found.copies and copies_matter:
         both = f" ({len(tested):,} of training records among test records)" * bool(tested)
         yield (
-            f"{_copies(found.findings.copies, 'record', dataset)} of others{both}. If they "
+            f"{_copies(found.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: name the unit "
             "of each record with {unit}, or in an .npz by an array unit."
         )
-    if tested and copies_matter and not found.held_out:
+    if tested and copies_matter and not plan.facts.held_out:
         yield (
             f"{_copies(len(tested), 'test record', dataset)} of training records, such as test "
             f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "
             "on them are too high. Leave them out on one side."
         )
-    yield from (f"{dataset}: {remark}." for remark in found.findings.remarks)
+    yield from (f"{dataset}: {remark}." for remark in found.remarks)
     if found.untested and not plan.settings.cover_scores:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
@@ -274,7 +272,7 @@ def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             why = plan.model.name
         elif name == "lora_rank" and plan.trained.part != "lora":
             why = f"{{train=}}{plan.trained.part}"
-        elif group == DATA and plan.facts.source is None:
+        elif group == DATA and not plan.facts.own:
             why = plan.facts.typed
         if why:
             yield f"{{{name}}} has no effect with {why}."

@@ -1,20 +1,18 @@
-"""Your own dataset: how to read it, its facts, and messages about its faults. Loads nothing."""
+"""Facts of a dataset, notes on its records, and messages about its faults. Loads nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import core_schema
 
-from dpmac_cli.config.datasets import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
+from dpmac_cli.config.datasets import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.task import Task
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from dpmac_cli.data.table_schema import TableSchema
 
 #: File name suffixes of tables.
@@ -47,44 +45,8 @@ class InMemoryData:
         """Return the schema of a setting, which does not validate the records."""
         return core_schema.is_instance_schema(cls)
 
-
-@dataclass(frozen=True)
-class Source:
-    """Your own dataset and how to read it. All of it is public.
-
-    Declared values are never taken from the records, so no record can change them. Channels, image
-    size and classes that are not declared are None and are read from the records.
-    """
-
-    path: Path  # a folder, an .npz, or a table; for records in memory their name in brackets
-    test_fraction: float = 0.2  # probability of holding out a record if there is no test set
-    split_seed: int = 0  # seed of that split, which depends on each record alone
-    channels: int | None = None  # channels that images are converted to
-    image_size: int | None = None  # height and width that images are resized to
-    levels: int | None = None  # value of white in grey images with 16 bits per pixel
-    classes: tuple[str, ...] | None = None  # names, in the order of the labels
-    standardise: str = "half"  # a key of STANDARDS
-    feature_range: tuple[float, float] | None = None  # range that all columns are clipped to
-    schema: "TableSchema | None" = None  # schema of a table
-    in_memory: InMemoryData | None = None
-    unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
-    skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
-    texts: TextReader | None = None  # how texts are read; None for images and numbers
-    task: str | None = None  # the task of records without targets; None for that of their targets
-
-    @property
-    def layout(self) -> tuple[tuple[int, int], ...]:
-        """Return the first input and the number of inputs of each text of a record."""
-        if self.texts is None:
-            return ()
-        if self.schema is None:
-            return ((0, self.texts.limit),)
-        found, first = list[tuple[int, int]](), 0
-        for column in self.schema.columns:
-            if column.text is not None:
-                found.append((first, column.text))
-            first += column.inputs
-        return tuple(found)
+    def __str__(self) -> str:
+        return str(self.path)
 
 
 @dataclass(frozen=True)
@@ -111,81 +73,61 @@ class LeftOut:
 NONE_LEFT_OUT = LeftOut()
 
 
-class Records(NamedTuple):
-    """Records, their targets, and their units; None if each is a unit."""
-
-    x: Any  # an array, or Rows of a file
-    y: "NDArray[Any]"
-    units: "NDArray[Any] | None" = None
-
-    def at(self, rows: "NDArray[Any]") -> "Records":
-        """Return some records, by their numbers or a mask."""
-        return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
-
-
 @dataclass(frozen=True)
-class Findings:
-    """Findings that records are not what they seem, for the person who types the command."""
+class PrivateNotes:
+    """Findings about records, for the person who holds them. One record can change them.
 
-    copies: int = 0  # records that are exact copies of others; 0 if they have units
-    tested: tuple[int, ...] = ()  # numbers of test records that are copies of training records
-    remarks: tuple[str, ...] = ()  # sentences on values that use little of their range, and others
-    expected: bool = False  # whether equal records are a matter of course, as with few columns
+    Attributes:
+        left_out: records that are left out, and why.
+        untested: names of classes without a test record.
+        copies: number of records that are exact copies of others; 0 if they have units.
+        tested: numbers of test records that are copies of training records.
+        remarks: sentences on values that use little of their range, and others.
+        expected: whether equal records are a matter of course, as with few columns.
+    """
+
+    left_out: LeftOut = NONE_LEFT_OUT
+    untested: tuple[str, ...] = ()
+    copies: int = 0
+    tested: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
+    expected: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts(Dataset):
-    """Facts of a dataset, read once, when a run is configured.
+    """Public facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
-    One record can change those, so they are public only by decision. ``skipped``, ``why``,
-    ``untested`` and ``signs`` are never published, because one record can change them. ``records``
-    are no fact: they are neither compared nor copied to other processes.
+    One record can change those, so they are public only by decision.
     """
 
     name: str  # without the folders above it
-    # Your own dataset and how to read it; None for a registered one.
-    source: Source | None = field(default=None, compare=False)
+    typed: str  # the value of ``--dataset``: a registered name, or a path
+    own: bool = False  # your own dataset, not a registered one
+    schema: "TableSchema | None" = None  # declared schema of a table; None for other data
+    reader: TextReader | None = None  # how texts are read; None if there are none
     held_out: bool = False  # the test records were split off from the private ones
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
-    # For private notes. They are not shown with the facts.
-    skipped: tuple[str, ...] = field(default=(), repr=False)  # records left out
-    why: tuple[str, ...] = field(default=(), repr=False)  # reasons, with the number of records
-    untested: tuple[str, ...] = field(default=(), repr=False)  # classes without a test record
-    findings: Findings = field(default=Findings(), repr=False)
-    # Of training and of testing; none if the facts came from another process.
-    records: Sequence[Records] = field(default=(), compare=False, repr=False)
-
-    @property
-    def typed(self) -> str:
-        """Return the value of ``--dataset``: a registered name, or a path."""
-        return self.name if self.source is None else str(self.source.path)
-
-    @property
-    def chosen(self) -> str | Source:
-        """Return what to load: a registered name, or your own dataset."""
-        return self.source or self.name
-
-    @property
-    def schema(self) -> "TableSchema | None":
-        """Return the declared schema of a table; None for other data."""
-        return None if self.source is None else self.source.schema
-
-    @property
-    def reader(self) -> TextReader | None:
-        """Return how texts are read; None if there are none."""
-        return None if self.source is None else self.source.texts
 
     @property
     def public(self) -> Dataset:
         """Return the facts that the registry has of its datasets."""
         return Dataset(**{each.name: getattr(self, each.name) for each in fields(Dataset)})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the facts without the records."""
-        source = None if self.source is None else replace(self.source, in_memory=None)
-        return {**vars(self), "source": source, "records": ()}
+
+def published_facts(name: str, unit: str | None = None) -> DataFacts:
+    """Return the facts of a registered dataset, of which no record is read.
+
+    Raises InputError for a ``unit``, which no registered dataset tells.
+    """
+    if unit is not None:
+        raise InputError(
+            f"{{unit=}}{unit}: {name} does not contain the units of records. Use "
+            "a table, a folder, or an .npz with an array unit."
+        )
+    return DataFacts(**vars(DATASETS[name]), name=name, typed=name)
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -221,31 +163,21 @@ def left_out(descriptions: Sequence[str]) -> LeftOut:
 
 
 def dataset_of(
-    source: Source,
     sizes: tuple[int, int],
     shape: tuple[int, int, int],
     task: Task,
-    ends: "NDArray[Any] | None" = None,
-    array: tuple[int, ...] = (),
+    constants: tuple[tuple[float, ...], tuple[float, ...]],
+    **more: Any,
 ) -> Dataset:
-    """Return facts like those of the registry, with conservative defaults. Raises InputError.
+    """Return facts like those of the registry, with conservative defaults.
 
     Args:
         sizes: numbers of units to train on and to test on.
-        ends: limits of the range of numbers, shape (2, columns); None for images.
-        array: shape of a record of numbers in its array; () for images.
+        constants: means and deviations of standardisation.
+        more: other facts, by name.
     """
-    if ends is None:
-        constants = _constants(source, shape[0])
-    else:  # that scale numbers to [-1, 1], one per column
-        low, high = ends
-        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
-    return Dataset(
-        *(*sizes, shape, task, *constants, _defaults(sizes[0], shape), "your own"),
-        levels=255 if ends is None else 1,
-        texts=source.layout,
-        array=array,
-    )
+    defaults = _defaults(sizes[0], shape)
+    return Dataset(*(*sizes, shape, task, *constants, defaults, "your own"), **more)
 
 
 def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
@@ -255,16 +187,3 @@ def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
         return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
     physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
     return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-
-
-def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the chosen mean and standard deviation per channel. Raises InputError."""
-    mean, std = STANDARDS[source.standardise]
-    if len(mean) == 1:
-        return mean * channels, std * channels
-    if len(mean) != channels:
-        raise InputError(
-            f"{{standardise=}}{source.standardise} is for {len(mean)} channels, but the images of "
-            f"{source.path} have {channels}. Use {{standardise=}}half."
-        )
-    return mean, std

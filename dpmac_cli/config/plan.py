@@ -157,8 +157,9 @@ class Plan:
             for name in SETTINGS
             if (value := getattr(self.settings, name)) is not None
             and name not in NOT_RECORDED
-            and (self.facts.source is not None or GROUPS[name] != DATA)
+            and (self.facts.own or GROUPS[name] != DATA)
         }
+        kept["dataset"] = self.facts.typed
         if not isinstance(self.model, UserModel):
             kept.pop("fix_norm")
         if not self.facts.standardised:
@@ -178,6 +179,11 @@ class Plan:
         Those of a trial are not: the first trial of a process is slower than the others.
         """
         return self.search is None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the plan for another process, without records in memory."""
+        settings = self.settings.replace(dataset=self.facts.typed)
+        return {**vars(self), "settings": settings}
 
     def on(self, device: str) -> "Plan":
         """Return the plan of the same run on another device."""

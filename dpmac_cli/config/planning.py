@@ -1,5 +1,6 @@
 """From settings and facts of the records to the plan of a run. Reads no records."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from dpmac_cli.accounting.events import TrainingEvent
@@ -18,6 +19,7 @@ def plan(
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     noise: TrainingEvent | None = None,
+    of_records: Iterable[str] = (),
 ) -> Plan:
     """Complete settings, validate them together, and calibrate the noise.
 
@@ -27,15 +29,16 @@ def plan(
         earlier: events on the same records, which a target epsilon must cover too.
         noise: event of a run that has begun, whose noise is never calibrated again; None for a new
             run.
+        of_records: faults of the records, which are reported with those of settings.
 
     Raises:
         InputError: lists every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    settings = completed(given.replace(dataset=facts.typed), facts)
+    settings = completed(given, facts)
     event = event_of(settings, facts.train_size)
     found = Plan(settings, facts, event, optimizer_of(settings))
-    raise_errors([*lonely(given.explicit, NEEDS), *checks.faults(found)])
+    raise_errors([*lonely(given.explicit, NEEDS), *of_records, *checks.faults(found)])
     noisy = calibrated(settings, event, earlier) if noise is None else event.with_noise_of(noise)
     found = replace(found, event=noisy)
     _ = found.score  # raises BudgetError before anything is written

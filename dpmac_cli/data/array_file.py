@@ -1,182 +1,41 @@
-"""Datasets stored as arrays in an .npz file: images, or rows of numbers."""
+"""Datasets stored as arrays in an .npz file: images, rows of numbers, or texts."""
 
-import hashlib
 import math
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import (
-    NAMED,
-    NONE_LEFT_OUT,
-    DataFacts,
-    Findings,
-    LeftOut,
-    Records,
-    Source,
-    dataset_of,
-    escaped,
-    refuse,
-)
-from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.copies import are_expected, copies_among, sides_of
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.memory import check_memory
-from dpmac_cli.data.ranges import remarks_on_ranges
-from dpmac_cli.data.targets import (
-    CLASSES,
-    DECLARED,
-    faults_of_array,
-    faults_together,
-    number_in,
-    targets_in,
-    task_in,
-    without_targets,
-)
-from dpmac_cli.data.units import units_in
-from dpmac_cli.errors import InputError, counted, raise_errors
-from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.data.reader import ArrayDict, Reading, register_reader
+from dpmac_cli.data.targets import DECLARED
+from dpmac_cli.data.texts import read_arrays
+from dpmac_cli.errors import InputError
 
-#: Largest absolute value of a range's limits, and smallest distance between them.
-FARTHEST, NARROWEST = 1e30, 1e-30
 #: Most times that deflate makes bytes fewer, and most cells of an array that has no bytes.
 MOST_COMPRESSION, MOST_EMPTY = 1032, 1 << 20
-#: What the names of arrays end with: of training records, and of test records.
-SIDES = ("", "_test")
-#: Dimensions of an array of images, which a network gets with channels first.
-OF_IMAGES = 4
-#: Records and what is declared of them, by name; decoded images are Rows of a file.
-ArrayDict = dict[str, Any]
+#: Arrays that are read.
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
     *DECLARED,
 )
 
 
-def read_dataset(
-    source: Source,
-    arrays: ArrayDict,
-    left_out: LeftOut = NONE_LEFT_OUT,
-    found_classes: Sequence[str] = (),
-) -> DataFacts:
-    """Return the facts and the records of arrays named as in :data:`ARRAYS`, of a file or a reader.
-
-    Args:
-        source: the dataset.
-        arrays: also ``key``, the name of each record's file or a hash of its row in a table, which
-            decides its side of a split.
-        left_out: records that were left out when they were read.
-        found_classes: names of folders; they are used if no classes are declared.
-
-    Raises:
-        InputError: for every fault of the arrays; or a unit has training and test records.
-    """
-    if source.task is not None:
-        arrays = without_targets(arrays)
-    if source.classes is not None:
-        arrays[CLASSES] = np.array(source.classes)
-    if source.feature_range is not None:
-        arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-    number = number_in(arrays, source)
-    _check(arrays, source, numbers=number is not None)
-    left_out += _without_tested_units(arrays, source)
-    task = task_in(arrays, source, number, found_classes)
-    # Classes that are not declared were read from the records; an array's type declares its shape.
-    named = CLASSES in arrays or not isinstance(task, Classification)
-    sizes = {"channels": source.channels, "image size": source.image_size}
-    x, units, is_numbers = arrays["x"], arrays.get("unit"), _is_numbers(arrays["x"])
-    inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
-    sides, contents = _sides(arrays, None if named else task.names, source)
-    copies, tested = copies_among(contents)
-    expected = copies > 0 and is_numbers and _are_expected(arrays, source)
-    remarks = remarks_on_ranges(channels_first(x), arrays, source, number) if is_numbers else ()
-    ends = _ends(arrays) if is_numbers else None
-    train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
-    array = x.shape[1:] if is_numbers and x.ndim < OF_IMAGES else ()
-    return DataFacts(
-        **vars(dataset_of(source, (train, test), _shape_of(x, source), task, ends, array)),
-        name=source.path.resolve().stem.strip("<>"),
-        source=source,
-        held_out="x_test" not in arrays,
-        unit="" if units is None else source.unit or "unit",
-        inferred=(*inferred, *["classes"] * (not named)),
-        skipped=tuple(map(escaped, left_out.records)),
-        why=tuple(map(escaped, left_out.reasons)),
-        untested=task.untested(sides[1].y),
-        findings=Findings(copies if units is None else 0, tested, tuple(remarks), expected),
-        records=[Records(inputs_of(x, ends), task.encoded(y), units) for x, y, units in sides],
-    )
-
-
-def _are_expected(arrays: ArrayDict, source: Source) -> bool:
-    """Return whether equal records are a matter of course: see :func:`are_expected`."""
-    x = arrays["x"].reshape(len(arrays["x"]), -1)
-    widths = [1] * x.shape[1]
-    if source.schema is not None:
-        widths = [column.inputs for column in source.schema.columns]
-    return are_expected(x, arrays["y"], widths)
-
-
-def _sides(
-    arrays: ArrayDict, classes: Sequence[str] | None, source: Source
-) -> tuple[list[Records], list[list[bytes]]]:
-    """Return training and test records, and their contents; some are held out if none are to test.
-
-    Args:
-        classes: class names; None if they are declared and need no record to train on.
-    """
-    sides = [
-        Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
-        for side in SIDES
-        if f"x{side}" in arrays
-    ]
-    (_, y, units), contents = sides[0], [_contents(part.x, part.y) for part in sides]
-    if len(sides) == 1:
-        named_by = arrays.get("key") if units is None else units
-        keys = sides_of(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
-        tests = split(y, keys, classes, source)
-        sides = [sides[0].at(~tests), sides[0].at(tests)]
-        contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
-    elif units is not None and (both := set(units.tolist()) & set(arrays["unit_test"].tolist())):
-        raise InputError(
-            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
-            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
-            "for testing."
-        )
-    return sides, contents
-
-
-def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
-    """Return (channels, height, width) of records as inputs. Raises InputError."""
-    channels, height, width = channels_first(x[:1]).shape[1:]
-    declared = {"{channels}": source.channels, "{image_size}": source.image_size}
-    given = [flag for flag, value in declared.items() if value is not None]
-    if given and not isinstance(x, Rows):
-        raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
-    return channels, height, width
-
-
-def inputs_of(x: Any, ends: NDArray[Any] | None) -> Any:
-    """Return records of an array as inputs, shape (records, channels, height, width).
-
-    Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images.
-    """
-    images = channels_first(x)
-    if ends is None:
-        return images if isinstance(x, Rows) else images.copy()
-    low, high = ends.reshape(2, -1, 1, 1)
-    return np.clip(images, low, high).astype(np.float32)
-
-
-def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
-    """Return the range that columns or channels are clipped to, shape (2, columns)."""
-    columns = channels_first(arrays["x"][:1]).shape[1]
-    return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
+@register_reader(
+    "array files", lambda declared: declared.path.suffix == ".npz" and declared.path.is_file()
+)
+def read_array_file(declared: Declaration) -> Reading:
+    """Return the arrays of an .npz. Raises InputError with every fault found."""
+    has_targets = declared.labels and declared.settings.task is None
+    needed = ("x", "y") if has_targets else ("x",)
+    arrays = read_npz(declared.path, needed)
+    read_arrays(arrays, declared.texts, str(declared.path))
+    return Reading(arrays)
 
 
 def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
@@ -221,186 +80,3 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any
     check_memory(cells * dtype.itemsize, entry.filename)
     with archive.open(entry) as file:
         return npy.read_array(file, allow_pickle=False)
-
-
-def _check(arrays: ArrayDict, source: Source, *, numbers: bool) -> None:
-    """Convert targets and units in place. Raises InputError with every fault of the arrays.
-
-    ``numbers``: whether targets are numbers to predict.
-    """
-    if ("x_test" in arrays) != ("y_test" in arrays):
-        raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
-    faults = list(_faults_of_units(arrays, source))
-    for side in (side for side in SIDES if f"x{side}" in arrays):
-        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays, numbers=numbers)
-        faults += _faults_of_pair(arrays, side)
-        faults += faults_of_array(arrays, side, numbers=numbers)
-        if f"unit{side}" in arrays and not faults:
-            arrays[f"unit{side}"], bad = units_in(arrays[f"unit{side}"])
-            faults += [f"record {row} of x{side} {why}" for row, why in bad.items()][:NAMED]
-    if not faults:
-        faults += () if numbers or CLASSES in arrays else faults_together(arrays)
-        if _is_numbers(arrays["x"]):
-            faults += _faults_of_range(arrays, source)
-    raise_errors(f"{source.path}: {fault}." for fault in faults)
-
-
-def _without_tested_units(arrays: ArrayDict, source: Source) -> LeftOut:
-    """With --skip-bad, remove training records whose unit has a test record, in place.
-
-    So no record of such a unit can make the run fail.
-    """
-    if not source.skip_bad or not {"unit", "unit_test"} <= arrays.keys():
-        return NONE_LEFT_OUT
-    bad = np.isin(arrays["unit"], arrays["unit_test"])
-    rows, names = np.flatnonzero(bad), arrays.get("key")
-    named = [f"row {row} of x" for row in rows] if names is None else names[rows].tolist()
-    for name in {"x", "y", "unit", "key"} & arrays.keys():
-        arrays[name] = arrays[name][~bad]
-    if not len(arrays["y"]):
-        raise InputError(f"{source.path}: every unit has test records.")
-    why = (f"{counted(len(rows), 'record')} of units that have test records",) * bool(len(rows))
-    return LeftOut(tuple(map(escaped, named)), why)
-
-
-def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
-    """Yield faults of the arrays with the units that records belong to."""
-    if source.unit is not None and "unit" not in arrays:
-        yield f"{{unit=}}{source.unit} does not apply to arrays: add an array unit with each unit"
-    if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
-        yield "x_test requires an array unit_test with the unit of each test record"
-    for side in SIDES:
-        units, x = arrays.get(f"unit{side}"), arrays[f"x{side}" if f"x{side}" in arrays else "x"]
-        if units is not None and units.shape != x.shape[:1]:
-            yield (
-                f"unit{side} must give the unit of each of the {sum(x.shape[:1])} records, as "
-                f"integers or text, not {units.dtype} of shape {units.shape}"
-            )
-
-
-def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
-    columns = channels_first(arrays["x"][:1]).shape[1]
-    if not {"low", "high"} <= arrays.keys():
-        yield (
-            f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
-            "{feature_range=}LOW,HIGH, or arrays low and high with one number per column. Base it "
-            "on what the columns mean, not on these records, which are private"
-        )
-        return
-    good, given = np.zeros(columns, bool), (arrays["low"], arrays["high"])
-    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in given):
-        ends = _ends(arrays)
-        # Inputs, and the constants that standardise them, are float32.
-        low, high = np.clip(ends, -FARTHEST, FARTHEST).astype(np.float32)
-        good = (abs(ends) <= FARTHEST).all(0) & (high - low >= NARROWEST)
-    if not good.all():
-        yield (
-            f"{'low and high' if source.feature_range is None else '{feature_range}'} must be "
-            f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one for all columns or one for each, "
-            f"with low below high by at least {NARROWEST:g} in single precision. "
-            f"{columns - good.sum()} of {columns} columns break this rule. Give the real range of "
-            "the columns, or scale them"
-        )
-
-
-def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
-    """Yield faults of the shapes and types of the arrays of training or test records."""
-    x, y = arrays[f"x{side}"], arrays[f"y{side}"]
-    if isinstance(x, Rows):
-        return  # images that were decoded
-    pixels = x.ndim in (3, 4) and x.dtype == np.uint8
-    if x.dtype.kind not in "fiu":
-        yield f"x{side} must be images or numbers, not {x.dtype}"
-    elif not _is_numbers(x) and not (pixels and channels_first(x[:1]).shape[1] in (1, 3)):
-        scale = ". Scale them by public constants, such as (x / 257).astype('uint8') for 16 bits"
-        yield (
-            f"x{side} must be images (uint8, of shape (records, height, width), with 1 or 3 "
-            f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
-            f"{x.shape}" + (scale if x.ndim in (3, 4) and not pixels else "")
-        )
-    if x.shape[1:] != arrays["x"].shape[1:]:
-        yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
-    if x.ndim and len(x) and x.dtype.kind == "f" and not np.isfinite(x).all():
-        broken = np.flatnonzero(~np.isfinite(x).all(tuple(range(1, x.ndim))))
-        yield (
-            f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
-            f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
-        )
-    if x.shape[:1] == y.shape[:1] == (0,):
-        yield f"there are no {'test ' if side else ''}records"
-    elif not x.size or x.shape[:1] != y.shape[:1]:
-        sizes = [
-            counted(len(of) if of.ndim else 0, what) for of, what in ((x, "record"), (y, "label"))
-        ]
-        yield "x{0} has {1}, and y{0} has {2}".format(side, *sizes)
-
-
-def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
-    """Return a hash of the values of each record and its label."""
-    numbers = _is_numbers(x)
-    records = (x.file.values[row] for row in x.rows) if isinstance(x, Rows) else x
-    return [
-        hashlib.blake2b(key_of(row, label, numbers), digest_size=16).digest()
-        for row, label in zip(records, y, strict=True)
-    ]
-
-
-def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
-    """Return bytes that depend on the values of a record, and not on the types they have."""
-    with np.errstate(over="ignore"):  # of wider floats
-        # Adding 0 turns -0 into 0.
-        values = record.astype("<f8") + 0.0 if numbers else np.asarray(record, np.uint8)
-    target = np.asarray(label)
-    exact = target.astype("<f8") + 0.0 if target.dtype.kind == "f" else target.astype("<i8")
-    return values.tobytes() + exact.tobytes()
-
-
-def split(
-    y: NDArray[Any], keys: Iterable[bytes], classes: Sequence[str] | None, source: Source
-) -> NDArray[np.bool_]:
-    """Return which records are held out. Raises InputError if too many are, or too few.
-
-    Args:
-        y: targets.
-        keys: one key per record that decides its side of the split: its name, its contents, or
-            its unit.
-        classes: class names; None if they are declared and need no record to train on.
-    """
-    seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
-    # Adding or removing a record or unit must not change the split of the others.
-    words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
-    held_out = np.array([int.from_bytes(word, "big") < most for word in words])
-    if held_out.all() or not held_out.any():
-        raise InputError(
-            f"{{test_fraction=}}{source.test_fraction:g} of {counted(len(held_out), 'record')} "
-            "leaves no training or no test records. Add records, or use another {test_fraction} or "
-            "{split_seed}."
-        )
-    if classes is not None:
-        only = sorted({*y[held_out].tolist()} - {*y[~held_out].tolist()})
-        refuse(
-            [f"All records of the class {classes[label]} are held out" for label in only],
-            " Use a smaller {test_fraction} or another {split_seed}, add records, or declare "
-            "the classes with {classes}.",
-        )
-    return held_out
-
-
-def _is_numbers(x: Any) -> bool:
-    """Return whether an array holds numbers, which have a public range, and not images."""
-    if isinstance(x, Rows):
-        return False
-    return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
-
-
-def channels_first(x: Any) -> Any:
-    """Return an array of shape (records, channels, height, width); each column is a channel."""
-    if isinstance(x, Rows):
-        return x
-    if x.ndim == 2:
-        return x[:, :, None, None]
-    if x.ndim == 3:
-        return x[:, None]
-    if x.shape[3] not in (1, 3):
-        return x
-    return np.ascontiguousarray(x.transpose(0, 3, 1, 2))

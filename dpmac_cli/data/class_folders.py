@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import Source, complaints, some_of
+from dpmac_cli.config.facts import complaints, left_out, some_of
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.reader import Reading
 from dpmac_cli.data.targets import check_classes
 from dpmac_cli.data.units import unit_name
+from dpmac_cli.data.values import Faults
 from dpmac_cli.errors import InputError, raise_errors
 
 TRAIN, TESTS = "train", ("test", "validation", "val")
@@ -23,6 +26,8 @@ HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 FOLDER = "folder"
 #: Label of a file of no class.
 NO_CLASS = -1
+#: What to do about files that are no records, and about records that cannot be used.
+REMOVE_STRAYS = " Remove such files, or add {skip_bad} to leave them out."
 UNLESS_SKIPPED = " Correct or remove them, or add {skip_bad} to leave them out."
 #: How to name the unit of each file.
 UNIT_OF = (
@@ -45,7 +50,7 @@ class ClassFolders:
     """Files of records in folders named after their classes, at any depth.
 
     Args:
-        source: the dataset.
+        declared: the dataset.
         suffixes: of the names of files of records.
         what: a record, and several, in words.
 
@@ -57,32 +62,32 @@ class ClassFolders:
         faults: why the dataset cannot be used.
     """
 
-    def __init__(self, source: Source, suffixes: tuple[str, ...], what: tuple[str, str]) -> None:
-        self._source, self._suffixes, self._what = source, suffixes, what
+    def __init__(
+        self, declared: Declaration, suffixes: tuple[str, ...], what: tuple[str, str]
+    ) -> None:
+        self._declared, self._suffixes, self._what = declared, suffixes, what
         self.faults, self.skipped = list[str](), list[str]()
         self._seen: dict[str, str] = {}  # names of folders, by where links lead
-        self._parts = splits_of(source)
-        self.classes = source.classes or tuple(self._class_names())
-        check_classes(self.classes, source)
+        self._parts = splits_of(declared)
+        self.classes = declared.classes or tuple(self._class_names())
+        check_classes(self.classes, declared)
         listed = [self._listed(part) for part in self._parts]
         self.files = [file for some in listed for file in some]
         self._part_of = np.repeat(range(len(listed)), [len(some) for some in listed])
-        self.names = [file.path.removeprefix(f"{source.path}{os.sep}") for file in self.files]
-        self._units = units_of_files(self.names, source.unit, len(listed)) if source.unit else []
+        self.names = [file.path.removeprefix(f"{declared.path}{os.sep}") for file in self.files]
+        unit = declared.settings.unit
+        self._units = units_of_files(self.names, unit, len(listed)) if unit else []
         self._no_unit = [row for row, unit in enumerate(self._units) if not unit]
-        self.skipped += [
-            f"{self.names[n]} has no unit ({{unit=}}{source.unit})" for n in self._no_unit
-        ]
+        self.skipped += [f"{self.names[n]} has no unit ({{unit=}}{unit})" for n in self._no_unit]
         if self.names and len(self._no_unit) == len(self.names):
             raise InputError(
-                f"{{unit=}}{source.unit} finds no unit in any path, such as {self.names[0]}. "
-                f"{UNIT_OF}"
+                f"{{unit=}}{unit} finds no unit in any path, such as {self.names[0]}. {UNIT_OF}"
             )
         self._refuse(self.skipped)
 
     def _refuse(self, bad: Iterable[str]) -> None:
         """Add faults for files that are left out with --skip-bad."""
-        if not self._source.skip_bad:
+        if not self._declared.settings.skip_bad:
             self.faults += complaints([*bad], UNLESS_SKIPPED)
 
     def _class_names(self) -> list[str]:
@@ -147,7 +152,7 @@ class ClassFolders:
             found[f"key{side}"] = np.array([self.names[row] for row in rows], object)
             if self._units:
                 found[f"unit{side}"] = np.array([self._units[row] for row in rows], np.str_)
-            if part.name not in TESTS and self._source.classes is None:
+            if part.name not in TESTS and self._declared.classes is None:
                 held = set(labels.tolist())
                 empty = [name for label, name in enumerate(self.classes) if label not in held]
                 self.faults += complaints(
@@ -155,21 +160,23 @@ class ClassFolders:
                     " Add some, remove its folder, or declare the classes with {classes}.",
                 )
             if not len(rows):
-                why = some_of(self.skipped) if self._source.skip_bad else []  # else they are faults
+                why = (
+                    some_of(self.skipped) if self._declared.settings.skip_bad else []
+                )  # else they are faults
                 self.faults.append("; ".join([f"{part} has no {self._what[1]} to use", *why]) + ".")
         raise_errors(self.faults)
         return found
 
 
-def splits_of(source: Source) -> list[Path]:
+def splits_of(declared: Declaration) -> list[Path]:
     """Return the folders of training and test records, or only the dataset's folder."""
-    root, declared = source.path, source.classes
-    names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
+    root, classes = declared.path, declared.classes
+    names = [name for name in (TRAIN, *TESTS) if name not in (classes or ())]
     parts = [root / name for name in names if (root / name).is_dir()]
     if len(parts) > 2:
         some = ", ".join(part.name for part in parts)
         raise InputError(f"{root} contains {some}. Keep one test set, and move the others away.")
-    if len(parts) == 1 and declared is None:
+    if len(parts) == 1 and classes is None:
         raise InputError(
             f"{root} contains a folder {parts[0].name} without its counterpart. Provide both "
             f"{TRAIN} and test, or one folder per class, of which {{test_fraction}} is held out. "
@@ -177,6 +184,12 @@ def splits_of(source: Source) -> list[Path]:
         )
     # Otherwise these folders are of declared classes.
     return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
+
+
+def file_at(path: str) -> FoundFile:
+    """Describe a file of no class. Raises OSError."""
+    facts = os.stat(path)
+    return FoundFile(path, NO_CLASS, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
 
 def is_hidden(name: str) -> bool:
@@ -210,6 +223,38 @@ def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]
             continue
         folders[:] = visible(folders)
         yield from (os.path.join(where, name) for name in visible(files))
+
+
+def new_files(folder: Path, suffixes: tuple[str, ...], what: str) -> tuple[list[str], list[str]]:
+    """Return the names of files of records in a folder and below it, and what other files are.
+
+    Args:
+        suffixes: of the names of files of records.
+        what: a record, in words.
+    """
+    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
+    strays = [name for name in names if not name.lower().endswith(suffixes)]
+    records = [name for name in names if name.lower().endswith(suffixes)]
+    return records, [f"{folder / name} is not {what}" for name in strays]
+
+
+def new_reading(
+    declared: Declaration, x: Any, names: Sequence[str], faults: Faults, strays: Sequence[str]
+) -> Reading:
+    """Return the usable ones of some new files. Raises InputError for others without ``skip_bad``.
+
+    Args:
+        x: records of all files, in their order.
+        faults: why files cannot be used, by their numbers.
+        strays: why other files are no records.
+    """
+    if not declared.settings.skip_bad:
+        unusable = complaints([*faults.values()], UNLESS_SKIPPED)
+        raise_errors([*complaints(strays, REMOVE_STRAYS), *unusable])
+    used = np.flatnonzero(~np.isin(range(len(names)), [*faults]))
+    arrays = {"x": x[used], "name": [names[row] for row in used.tolist()]}
+    return Reading(arrays, left_out(strays) + left_out([*faults.values()]))
 
 
 def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:

@@ -5,22 +5,34 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dpmac_cli.config.facts import Source, complaints
-from dpmac_cli.data.cache import WHOLE, Computed, Rows, complete, kept_file
-from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
+from dpmac_cli.config.facts import complaints, left_out
+from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, complete, kept_file
+from dpmac_cli.data.class_folders import (
+    UNLESS_SKIPPED,
+    ClassFolders,
+    FoundFile,
+    file_at,
+    new_files,
+    new_reading,
+)
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.errors import RunError, raise_errors
 from dpmac_cli.files import cache_folder
 from dpmac_cli.libraries import torch, torch_data
 from dpmac_cli.progress import report
 
 Seen = TypeVar("Seen")
+#: Decodes an opened image, or returns why it cannot be used.
+Look = Callable[[Image.Image], NDArray[np.uint8] | str]
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 #: Pillow's modes without colour. Modes such as I;16 are matched by the part before the semicolon.
@@ -41,44 +53,78 @@ AT_A_TIME = 16
 VERSION = 4
 
 
-def read_images(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
-    """Return arrays like those of an .npz, why files are left out, and names of classes.
+@register_reader("images", lambda declared: declared.path.is_dir() and declared.texts is None)
+def read_images(declared: Declaration) -> Reading:
+    """Return the images of a folder, decoded into a file of rows unless they are there.
 
-    Images are decoded into a file of rows, unless they are there. Raises InputError with every
-    fault found.
+    Raises InputError with every fault found.
     """
-    folders = ClassFolders(source, SUFFIXES, ("an image", "images"))
+    if not declared.labels:
+        return _read_new(declared)
+    folders = ClassFolders(declared, SUFFIXES, ("an image", "images"))
     images = folders.files
-    path, paths = _decoded_file(source, images), [image.path for image in images]
+    path = _decoded_file(declared, images)
     if (file := complete(path)) is None:
-        shape = _survey(source, images, folders.faults)
+        shape = _survey(declared, images, folders.faults)
         raise_errors(folders.faults)
-        file = kept_file(
-            path,
-            len(paths),
-            shape,
-            np.dtype(np.uint8),
-            lambda: decoded(paths, shape, source.levels),
-            what="images",
-        )
-    found = folders.arrays(lambda rows: Rows(file, rows), file.faults)
-    return found, tuple(folders.skipped), folders.classes
+        look = partial(decode, shape=shape, levels=declared.settings.levels)
+        file = _decoded(path, [image.path for image in images], shape, look)
+    arrays = folders.arrays(lambda rows: Rows(file, rows), file.faults)
+    return Reading(arrays, left_out(folders.skipped), folders.classes)
 
 
-def _decoded_file(source: Source, images: Sequence[FoundFile]) -> Path:
+def _read_new(declared: Declaration) -> Reading:
+    """Return the images in a folder and below it, which must be as the model needs them."""
+    names, strays = new_files(declared.path, SUFFIXES, "an image")
+    if not names:
+        return new_reading(declared, np.empty((0, *declared.shape), np.uint8), [], {}, strays)
+    images = [file_at(str(declared.path / name)) for name in names]
+    look = partial(_decode_new, declared=declared)
+    path = _decoded_file(declared, images)
+    file = _decoded(path, [image.path for image in images], declared.shape, look)
+    return new_reading(declared, Rows(file, np.arange(len(file))), names, file.faults, strays)
+
+
+def _decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] | str:
+    """Return a new image, decoded, or why it does not fit the model.
+
+    Images are converted only if those of the training were.
+    """
+    (channels, height, width), settings = declared.shape, declared.settings
+    wide, high = size_of(opened)
+    if settings.image_size is None and (wide, high) != (width, height):
+        return f"has {high}x{wide} pixels, but the model needs {height}x{width}"
+    grey = opened.mode.partition(";")[0] in GREY
+    if channels == 1 and not grey and settings.channels is None:
+        return "has colours, but the model needs grey images"
+    return decode(opened, declared.shape, settings.levels)
+
+
+def _decoded(path: Path, paths: Sequence[str], shape: tuple[int, ...], look: Look) -> RowFile:
+    """Return the file of decoded images, which are decoded unless it is there."""
+    rows, kind = len(paths), np.dtype(np.uint8)
+    return kept_file(path, rows, shape, kind, lambda: decoded(paths, shape, look), what="images")
+
+
+def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:
     """Return the file of decoded images, whose name tells everything that determines them."""
-    read = [source.channels, source.image_size, source.levels]
-    key = [VERSION, str(source.path.resolve()), *read, images]
+    settings = declared.settings
+    read = [declared.channels, settings.image_size, settings.levels]
+    if not declared.labels:
+        read += [0, *declared.shape]
+    key = [VERSION, str(declared.path.resolve()), *read, images]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_folder() / f"{name}{WHOLE}"
 
 
-def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tuple[int, int, int]:
+def _survey(
+    declared: Declaration, images: Sequence[FoundFile], said: list[str]
+) -> tuple[int, int, int]:
     """Return channels, height and width, as declared or from the headers of all images.
 
     Adds faults to ``said``.
     """
-    channels, size = source.channels, source.image_size
+    channels, size = declared.channels, declared.settings.image_size
     if channels is not None and size is not None:
         return channels, size, size
 
@@ -93,7 +139,7 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
                 faults.append(f"{path} {seen}")
             else:
                 headers[path] = seen
-    if not source.skip_bad:
+    if not declared.settings.skip_bad:
         said += complaints(faults, UNLESS_SKIPPED)
     colour = any(mode.partition(";")[0] not in GREY for mode, *_ in headers.values())
     channels = channels or (3 if colour else 1)
@@ -103,27 +149,27 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
     if len(sizes) > 1:
         some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
         said.append(
-            f"The images of {source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
+            f"The images of {declared.path} have {len(sizes)} sizes: {' and '.join(some)}. "
             "Add {image_size=}N to resize all of them to N by N."
         )
     height, width = next(iter(sizes), (0, 0))
     return channels, height, width
 
 
-def decoded(paths: Sequence[str], shape: tuple[int, ...], levels: int | None = None) -> Computed:
+def decoded(paths: Sequence[str], shape: tuple[int, ...], look: Look) -> Computed:
     """Yield decoded images in order, with why some could not be decoded, by their rows.
 
     Those are zeros. Reports progress.
 
     Args:
         shape: (channels, height, width) of all of them.
-        levels: see :func:`decode`.
+        look: decodes an opened image, or returns why it cannot be used.
     """
 
     def decode_some(some: Sequence[int]) -> tuple[NDArray[np.uint8], dict[int, str]]:
         images, faults = np.zeros((len(some), *shape), np.uint8), dict[int, str]()
         for place, row in enumerate(some):
-            image = decoded_image(paths[row], shape, levels)
+            image = decoded_image(paths[row], look)
             if isinstance(image, str):
                 faults[row] = f"{paths[row]} {image}"
             else:
@@ -156,11 +202,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def decoded_image(
-    path: str, shape: tuple[int, ...], levels: int | None = None
-) -> NDArray[np.uint8] | str:
+def decoded_image(path: str, look: Look) -> NDArray[np.uint8] | str:
     """Return a decoded image, or why it cannot be decoded."""
-    return looked_at(path, lambda opened: decode(opened, shape, levels))
+    return looked_at(path, look)
 
 
 def decode(

@@ -9,7 +9,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.flags import unknown
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
+from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
 
 
@@ -77,6 +80,32 @@ class ArrayData(InMemoryData):
         arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
         super().__init__(place, arrays)
+
+
+def _is_arrays(declared: Declaration) -> bool:
+    """Return whether a dataset is arrays in memory."""
+    return declared.in_memory is not None and declared.in_memory.arrays is not None
+
+
+@register_reader("arrays", _is_arrays)
+def read_in_memory(declared: Declaration) -> Reading:
+    """Return arrays in memory, with texts as numbers. Raises InputError with every fault found."""
+    assert declared.in_memory is not None  # noqa: S101
+    arrays = dict(declared.in_memory.arrays or {})
+    if "y" not in arrays and declared.labels and declared.settings.task is None:
+        raise InputError(
+            f"{declared.path} has no y, the labels or numbers to predict. Without them, train a "
+            "language model on texts: task='language-model'."
+        )
+    read_arrays(arrays, declared.texts, str(declared.path))
+    return Reading(arrays)
+
+
+def as_new(values: Any) -> InMemoryData:
+    """Return records without labels: an array or a list of texts, or a data frame."""
+    if hasattr(values, "columns") or hasattr(values, "column_names"):
+        return InMemoryData(Path("the table"), frame=values)
+    return InMemoryData(Path("the array"), {"x": as_array(values, "x")})
 
 
 def as_array(values: Any, name: str) -> NDArray[Any]:

@@ -1,5 +1,6 @@
 """Published datasets: read from torchvision's files, or from an installed package."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from inspect import signature
@@ -9,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.config.facts import Records
-from dpmac_cli.data.array_file import channels_first
+from dpmac_cli.data.arrays import channels_first
+from dpmac_cli.data.dataset import Split
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import sklearn_datasets, vision_datasets
 
 
-def read_published(name: str, data_dir: Path, download: bool) -> list[Records]:
+def read_published(name: str, data_dir: Path, *, download: bool = True) -> list[Split]:
     """Return the training and test records of a registered dataset.
 
     Args:
@@ -24,23 +25,53 @@ def read_published(name: str, data_dir: Path, download: bool) -> list[Records]:
         download: whether to download missing files.
 
     Raises:
-        InputError: files are missing and cannot be downloaded, or are damaged.
+        InputError: files are missing and cannot be downloaded, are damaged, or are not the
+            published ones.
     """
-    if DATASETS[name].torchvision:
-        return _from_torchvision(name, data_dir, download)
-    return _digits()
+    splits = (
+        _from_torchvision(name, data_dir, download) if DATASETS[name].torchvision else _digits()
+    )
+    _check(name, splits, data_dir)
+    return splits
 
 
-def _digits() -> list[Records]:
+def _check(name: str, splits: Sequence[Split], data_dir: Path) -> None:
+    """Reject files that differ from the published dataset."""
+    facts = DATASETS[name]
+    shapes = " and ".join(str(part.x.shape) for part in splits)
+    wanted = " and ".join(str((n, *facts.shape)) for n in (facts.train_size, facts.test_size))
+    if shapes != wanted:
+        fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
+    elif facts.sha256 is not None and (found := fingerprint(*splits)) != facts.sha256:
+        fault = f"its contents differ (SHA-256 {found[:16]}... instead of {facts.sha256[:16]}...)"
+    else:
+        return
+    raise InputError(
+        f"The dataset {name} in {data_dir} is not the published one: {fault}. Remove its files, "
+        "or use another folder with {data_dir}."
+    )
+
+
+def fingerprint(*splits: Split) -> str:
+    """Return the SHA-256 of records and labels and their shapes, of public data."""
+    digest = hashlib.sha256()
+    for split in splits:
+        for array in (split.x, split.y):
+            digest.update(f"torch.{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _digits() -> list[Split]:
     """Load scikit-learn's digits; a fixed fifth, drawn with a public seed, is the test set."""
     bunch, held_out = sklearn_datasets.load_digits(), DATASETS["digits"].test_size
     # RandomState's streams are frozen by numpy, so this split never changes.
     order = np.random.RandomState(0).permutation(len(bunch.target))
-    records = Records(bunch.images.astype(np.uint8)[:, None], bunch.target)
+    records = Split(bunch.images.astype(np.uint8)[:, None], bunch.target)
     return [records.at(order[held_out:]), records.at(order[:held_out])]
 
 
-def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Records]:
+def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Split]:
     """Load from disk, or download missing files, and explain failures."""
     files = [data_dir / file for file in DATASETS[name].files]
     download = download and bool(_missing(files))
@@ -54,7 +85,7 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Records
         ) from failure
 
 
-def _part(name: str, data_dir: Path, which: str, download: bool) -> Records:
+def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     """Load one split. torchvision checks the MD5 of pickled files before reading them."""
     given = getattr(vision_datasets, DATASETS[name].torchvision)
     # torchvision would read a cache of MNIST in its first format with torch.load.
@@ -63,7 +94,7 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Records:
     part = {"split": which} if by_name else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
-    return Records(channels_first(np.asarray(loaded.data)), labels)
+    return Split(channels_first(np.asarray(loaded.data)), np.asarray(labels, np.int64))
 
 
 def _missing(files: Sequence[Path]) -> list[str]:

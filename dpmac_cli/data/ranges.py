@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NAMED, Source, escaped
+from dpmac_cli.config.facts import NAMED, escaped
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.tasks.target import Target
 
 #: Share of the values of a column that counts as nearly all, and share above which values outside
@@ -20,17 +21,17 @@ NEARLY_ALL, FEW = 0.9, 0.01
 def remarks_on_ranges(
     x: NDArray[Any],
     arrays: Mapping[str, NDArray[Any]],
-    source: Source,
+    declared: Declaration,
     number: Target | None,
 ) -> Iterator[str]:
     """Yield remarks on the ranges of columns and of the target, and on categories.
 
     Args:
         x: numbers, shape (records, columns, ...). arrays: targets, and the ends of the columns.
-        source: the dataset, whose schema names its columns. number: to predict.
+        declared: the dataset, whose schema names its columns. number: to predict.
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
-    columns, first = (() if source.schema is None else source.schema.columns), 0
+    columns, first = (() if declared.schema is None else declared.schema.columns), 0
     unused, dates = list[str](), dict[str, str]()
     for column in columns:
         if column.type == "date" and column.range is not None:

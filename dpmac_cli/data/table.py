@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
-from dpmac_cli.config.facts import NAMED, LeftOut, Source, refuse, some_of
+from dpmac_cli.config.facts import NAMED, TABLES, LeftOut, refuse, some_of
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.csv_file import UTF16, CsvFile
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.memory import check_memory
+from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.data.row_text import keys_of
 from dpmac_cli.data.table_cells import (
     YEAR,
@@ -28,8 +29,7 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
-from dpmac_cli.data.table_schema import TableSchema
-from dpmac_cli.data.targets import CLASSES, NO_LABEL
+from dpmac_cli.data.targets import CLASSES, DECLARED, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.units import unit_name, units_in
 from dpmac_cli.data.values import NOT_TEXT, text_of
@@ -105,33 +105,30 @@ class TableRows:
         return good, LeftOut(tuple(named), tuple(self.faults()))
 
 
-@dataclass(frozen=True)
-class TableInputs:
-    """Inputs of unlabelled records.
-
-    Attributes:
-        inputs: shape (records, inputs).
-        rows: number of each record in its file, from 0.
-        ids: text of the column that names the records; None without one.
-        skipped: why records are left out.
-    """
-
-    inputs: CellNumbers
-    rows: list[int]
-    ids: list[str] | None
-    skipped: LeftOut
+def _is_table(declared: Declaration) -> bool:
+    """Return whether a dataset is a table in a file, or a data frame."""
+    if declared.in_memory is not None:
+        return declared.in_memory.frame is not None
+    return declared.path.is_file() and declared.path.suffix in TABLES
 
 
-def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
-    """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    path, schema, unit = source.path, source.schema, source.unit
+@register_reader("tables", _is_table)
+def read_table(declared: Declaration) -> Reading:
+    """Return the records of a table. Raises InputError with every fault found."""
+    return _read_labelled(declared) if declared.labels else read_inputs(declared)
+
+
+def _read_labelled(declared_as: Declaration) -> Reading:
+    """Return the records of a table to train on. Raises InputError with every fault found."""
+    path, schema, settings = declared_as.path, declared_as.schema, declared_as.settings
+    unit, skip_bad = settings.unit, settings.skip_bad
     if schema is None:
         raise InputError(
             f"{path} needs a schema that declares its columns. Create a draft with: "
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "{schema=}schema.yaml."
         )
-    table = None if source.in_memory is None else table_of(source.in_memory.frame, source)
+    table = None if declared_as.in_memory is None else table_of(declared_as.in_memory.frame, unit)
     file, declared = CsvFile(path, schema.encoding, schema.delimiter), schema.declared
     names = table.column_names if table is not None else list(column_kinds(file))
     if unit is not None:
@@ -143,28 +140,21 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     # Without a test set and units, the text of a whole row decides on which side it is.
     split = schema.test is None and unit is None
     more = tuple(name for name in names if name not in used) if split else ()
-    rows = read_rows(file, used, schema.columns, source.skip_bad, table, more)
-    if schema.label is None and source.task is None:
+    rows = read_rows(file, used, schema.columns, skip_bad, table, more)
+    if schema.label is None and settings.task is None:
         refuse(
             ["The schema declares no label: the column to predict"],
             " Add it, or train a language model on texts: {task=}language-model.",
         )
-    label = schema.label if source.task is None else None
+    label = schema.label if settings.task is None else None
     of_records = {} if label is None else {"y": _targets(label, rows)}
     if unit is not None:
-        cells = rows.cells[unit]
-        # Floats have the precision of their type.
-        text = pa.types.is_floating(cells.type)
-        values = np.asarray(cells) if text else decoded_cells(text_cells(cells))
-        of_records["unit"], unusable = units_in(values, schema.words_in(unit))
-        for why in sorted(set(unusable.values())):
-            bad = [row for row, fault in unusable.items() if fault == why]
-            rows.add(f"{why.removeprefix('has ')} in {unit}", np.isin(range(len(rows)), bad))
+        of_records["unit"] = _units(unit, rows, schema.words_in(unit))
     if split:
         of_records["key"] = keys_of([rows.cells[name] for name in names])
-    of_records["x"], *ends = _inputs(schema.columns, rows, source.texts)
+    of_records["x"], *ends = _inputs(schema.columns, rows, declared_as.texts)
     good, left_out = rows.used(
-        source.skip_bad,
+        skip_bad,
         f" Correct {path} or its schema (missing: input accepts records without a value), or add "
         "{skip_bad} to leave these records out.",
     )
@@ -176,48 +166,63 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         part = "test" if sides[""].any() else "train"
         refuse([f"{path} has no record left to {part} on", *left_out.reasons])
     arrays: dict[str, NDArray[Any]] = dict(zip(("low", "high"), ends, strict=True))
-    if label is not None and label.classes:
-        arrays[CLASSES] = np.array(label.classes)
+    arrays |= {} if label is None else _declared_of(label)
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}
-    return arrays, left_out
+    return Reading(arrays, left_out)
 
 
-def read_inputs(
-    path: Path,
-    schema: TableSchema,
-    reader: TextReader | None = None,
-    named_by: str | None = None,
-    skip_bad: bool = False,
-) -> TableInputs:
+def _units(name: str, rows: TableRows, missing_words: Sequence[str]) -> NDArray[np.str_]:
+    """Return the unit of each record, and add those that have none to ``rows``."""
+    cells = rows.cells[name]
+    # Floats have the precision of their type.
+    floats = pa.types.is_floating(cells.type)
+    values = np.asarray(cells) if floats else decoded_cells(text_cells(cells))
+    units, unusable = units_in(values, missing_words)
+    for why in sorted(set(unusable.values())):
+        bad = [row for row, fault in unusable.items() if fault == why]
+        rows.add(f"{why.removeprefix('has ')} in {name}", np.isin(range(len(rows)), bad))
+    return units
+
+
+def _declared_of(label: Label) -> dict[str, NDArray[Any]]:
+    """Return what a label declares, as arrays do."""
+    if label.range is None:
+        return {CLASSES: np.array(label.classes)}
+    return dict(
+        zip(DECLARED, map(np.array, (*label.ends, label.transform, label.name)), strict=True)
+    )
+
+
+def read_inputs(declared: Declaration) -> Reading:
     """Return the inputs of unlabelled records. Raises InputError with every fault found.
 
-    Args:
-        path: the table; columns that are no inputs of the schema are ignored.
-        schema: schema of the model.
-        reader: how columns of text are read.
-        named_by: column to keep beside each record; by default ``id``, if there is one.
-        skip_bad: leave out unusable records.
+    Columns that are no inputs of the schema are ignored. Their name is their row in the file, from
+    0, and their ``id`` the text of the column that names them; by default ``id``, if there is one.
     """
+    path, schema, skip_bad = declared.path, declared.schema, declared.settings.skip_bad
+    assert schema is not None  # noqa: S101  (the model has one)
+    table = None if declared.in_memory is None else table_of(declared.in_memory.frame)
     file, columns = CsvFile(path, schema.encoding, schema.delimiter), schema.columns
-    names, wanted = column_kinds(file), [column.name for column in columns]
-    named_by = named_by or ("id" if "id" in names else None)
+    names = table.column_names if table is not None else list(column_kinds(file))
+    wanted = [column.name for column in columns]
+    named_by = declared.id_column or ("id" if "id" in names else None)
     kept = [] if named_by is None else [named_by]
     absent = [f"There is no column {n} for {{id}}" for n in kept if n not in names]
     refuse([*_absent(wanted, names), *absent], f" {path} has the columns {', '.join(names)}.")
-    rows = read_rows(file, tuple(dict.fromkeys([*wanted, *kept])), columns, skip_bad)
-    inputs, *_ = _inputs(columns, rows, reader)
+    rows = read_rows(file, tuple(dict.fromkeys([*wanted, *kept])), columns, skip_bad, table)
+    inputs, *_ = _inputs(columns, rows, declared.texts)
     good, left_out = rows.used(
         skip_bad,
         f" Correct {path} to fit the schema of the model, or add {{skip_bad}} to leave these "
         "records out.",
     )
-    ids = None
+    arrays = {"x": inputs[good], "name": np.flatnonzero(good).tolist()}
     if named_by is not None:
         cells = rows.cells[named_by].filter(pa.array(good)).cast(pa.string())
-        ids = [text or "" for text in decoded_cells(cells)]
-    return TableInputs(inputs[good], np.flatnonzero(good).tolist(), ids, left_out)
+        arrays["id"] = [text or "" for text in decoded_cells(cells)]
+    return Reading(arrays, left_out)
 
 
 def _inputs(
@@ -341,7 +346,7 @@ def _parquet_schema(path: Path) -> pa.Schema:
     return metadata.schema.to_arrow_schema()
 
 
-def table_of(frame: Any, source: Source) -> pa.Table:
+def table_of(frame: Any, unit: str | None = None) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
@@ -349,7 +354,7 @@ def table_of(frame: Any, source: Source) -> pa.Table:
         names = list(map(str, frame.columns))
         if len(set(names)) < len(names):
             raise ValueError("several columns have one name; rename them")
-        cells = [_column_of(frame[key], str(key) == source.unit) for key in frame.columns]
+        cells = [_column_of(frame[key], str(key) == unit) for key in frame.columns]
         return pa.table(dict(zip(names, cells, strict=True)))
     except Exception as failure:  # frames raise whatever a cell leads to
         raise _unreadable(type(frame).__name__, failure) from failure

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NAMED, Source, refuse
+from dpmac_cli.config.facts import NAMED, refuse
 from dpmac_cli.data.column_schema import faults_of_range
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
@@ -26,26 +27,20 @@ ONE_NUMBER = "A model predicts one number: train one model for each"
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def number_in(arrays: Arrays, source: Source) -> Target | None:
+def number_in(arrays: Arrays, dataset: Declaration) -> Target | None:
     """Return the number to predict, as declared; None for classes. Raises InputError."""
-    if source.task is not None:
-        check_name(source.path.name)
+    if dataset.settings.task is not None:
+        check_name(dataset.path.name)
         return None
-    if source.schema is not None:
-        label = source.schema.label
-        if label is None or label.range is None:
-            check_name(source.path.name)
-            return None
-        declared = Target(label.name, *label.ends, label.transform)
-    elif any(name in arrays for name in DECLARED):
-        declared = _declared(arrays, source)
-    else:
+    if not any(name in arrays for name in DECLARED):
+        check_name(dataset.path.name)
         return None
-    check_name(source.path.name, declared.name)
+    declared = _declared(arrays, dataset)
+    check_name(dataset.path.name, declared.name)
     return declared
 
 
-def _declared(arrays: Arrays, source: Source) -> Target:
+def _declared(arrays: Arrays, dataset: Declaration) -> Target:
     """Return the number to predict that arrays declare."""
     given = {"target_name": np.array("y"), "target_transform": np.array("none")}
     given |= {name: arrays[name] for name in DECLARED if name in arrays}
@@ -72,7 +67,7 @@ def _declared(arrays: Arrays, source: Source) -> Target:
         name, low, high, transform = (given[of].item() for of in ("target_name", *DECLARED[:3]))
         target = Target(str(name), float(low), float(high), transform)
         faults += [f"{name}: {why}" for why in faults_of_range(target.low, target.high, transform)]
-    raise_errors(f"{source.path}: {fault}." for fault in faults)
+    raise_errors(f"{dataset.path}: {fault}." for fault in faults)
     return target
 
 
@@ -145,27 +140,29 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
         yield f"y_test contains the label {min(tested - labels)}, which is not in y"
 
 
-def task_in(arrays: Arrays, source: Source, number: Target | None, found: Sequence[str]) -> Task:
+def task_in(
+    arrays: Arrays, dataset: Declaration, number: Target | None, found: Sequence[str]
+) -> Task:
     """Return the task; names that were found are used if no classes are declared."""
-    if source.task is not None:
+    if dataset.settings.task is not None:
         return LanguageModel()
     if number is not None:
         return Regression.of(number)
     numbered = [*map(str, range(1 + int(arrays["y"].max())))]
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
-    check_classes(names, source)
+    check_classes(names, dataset)
     return Classification(names)
 
 
-def check_classes(classes: Sequence[str], source: Source) -> None:
+def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
     """Reject classes that no classifier can be trained on."""
     if len(classes) < 2:
         raise InputError(
-            f"{source.path} has only one class, {classes[0]}. A classifier needs at least two."
+            f"{dataset.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
-    check_name(source.path.name, *classes)
+    check_name(dataset.path.name, *classes)
     twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
-    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
+    refuse([f"{dataset.path} has {which}" for which in twice], " Class names must be unique.")
 
 
 def check_name(*names: str) -> None:

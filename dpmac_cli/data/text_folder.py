@@ -1,34 +1,34 @@
 """Datasets of texts in folders named after their classes: CLASS/*.txt, at any depth."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import Source
-from dpmac_cli.config.tokens import TextReader
-from dpmac_cli.data.class_folders import ClassFolders
+from dpmac_cli.config.facts import left_out
+from dpmac_cli.data.class_folders import ClassFolders, new_files, new_reading
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.data.texts import as_inputs, is_blank
 from dpmac_cli.data.values import Faults
 
 SUFFIX = ".txt"
 
 
-def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
-    """Return arrays like those of an .npz, why files are left out, and class names.
-
-    Raises InputError with every fault found, by the names of files.
-    """
-    assert source.texts is not None  # noqa: S101
-    faults = Faults()
-    folders = ClassFolders(source, (SUFFIX,), (f"a file of text ({SUFFIX})", "texts"))
+@register_reader("texts", lambda declared: declared.path.is_dir() and declared.texts is not None)
+def read_folder(declared: Declaration) -> Reading:
+    """Return the texts of a folder. Raises InputError with every fault, by the names of files."""
+    reader = declared.texts
+    assert reader is not None  # noqa: S101
+    faults, what = Faults(), f"a file of text ({SUFFIX})"
+    if not declared.labels:
+        names, strays = new_files(declared.path, (SUFFIX,), "a file of text")
+        texts = [_read(declared.path / name, row, faults) for row, name in enumerate(names)]
+        return new_reading(declared, as_inputs(texts, reader), names, faults, strays)
+    folders = ClassFolders(declared, (SUFFIX,), (what, "texts"))
     texts = [_read(Path(file.path), row, faults) for row, file in enumerate(folders.files)]
-    reader = source.texts
-    found = folders.arrays(lambda rows: as_inputs([texts[row] for row in rows], reader), faults)
-    found["low"], found["high"] = map(np.array, source.texts.ends)
-    return found, tuple(folders.skipped), folders.classes
+    arrays = folders.arrays(lambda rows: as_inputs([texts[row] for row in rows], reader), faults)
+    arrays["low"], arrays["high"] = map(np.array, reader.ends)
+    return Reading(arrays, left_out(folders.skipped), folders.classes)
 
 
 def _read(file: Path, row: int, faults: Faults) -> str:
@@ -44,12 +44,3 @@ def _read(file: Path, row: int, faults: Faults) -> str:
             return text
         faults[row] = f"{file} has no text"
     return ""
-
-
-def read_new_files(
-    folder: Path, names: Sequence[str], reader: TextReader
-) -> tuple[NDArray[np.float64], Faults]:
-    """Return the tokens of texts in a folder, and why some of them cannot be used."""
-    faults = Faults()
-    texts = [_read(folder / name, row, faults) for row, name in enumerate(names)]
-    return as_inputs(texts, reader), faults

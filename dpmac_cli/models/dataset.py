@@ -23,9 +23,8 @@ class Split:
     """Images and labels on the device.
 
     Attributes:
-        images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
-            (records, columns, 1, 1), or have the shape of their array. On the device "meta" if
-            they are read from a file.
+        images: uint8, shape (records, channels, height, width). Numbers are float32, and have the
+            shape of their array. On the device "meta" if they are read from a file.
         labels: targets of the task: int64, shape (records,); or for numbers to predict
             float32, (records, 1).
         sha256: checksum of the images, if the file that they come from has one.
@@ -102,8 +101,6 @@ class Data:
 
     def shaped(self, record: tuple[int, ...]) -> "Data":
         """Return the same numbers with records of another shape, such as (columns,)."""
-        if self.train.images.shape[1:] == record:
-            return self
         ones = [1] * (len(record) - 1)  # of gain and offset, which have one number per channel
         train, test = (
             replace(part, images=part.images.reshape(len(part), *record))

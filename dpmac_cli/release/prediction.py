@@ -1,55 +1,42 @@
 """Score a published model on a test split, and predict the targets of new, unlabelled records."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.facts import (
-    NONE_LEFT_OUT,
-    TABLES,
-    DataFacts,
-    InMemoryData,
-    LeftOut,
-    complaints,
-    left_out,
-    refuse,
-)
+from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, InMemoryData, LeftOut
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.tokens import TextReader
-from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
-from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
-from dpmac_cli.data.in_memory import as_array
-from dpmac_cli.data.table import read_inputs
+from dpmac_cli.data.arrays import channels_first, inputs_of
+from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.dataset import Dataset, Declaration, NewRecords
+from dpmac_cli.data.in_memory import as_new
+from dpmac_cli.data.read import read, read_new
+from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
-from dpmac_cli.data.text_folder import SUFFIX, read_new_files
-from dpmac_cli.data.texts import read_arrays
+from dpmac_cli.data.text_folder import SUFFIX
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.files import PRIVATE_MODE, data_folder, to_csv, write_atomically
+from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
 from dpmac_cli.models.dataset import Data, standardisation
-from dpmac_cli.models.loaders import load_data
+from dpmac_cli.models.loaders import on_device
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.report import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.runs.resolve import read_facts, settings_of_data
+from dpmac_cli.runs.resolve import settings_of_data
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -93,21 +80,21 @@ def score(
     released = load_model(path, where, factory=factory, network=network)
     file, facts = released.path, released.header
     below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
-    known = _facts_of_data(released, below, chosen)
+    read_data = _data_to_score(released, below, chosen)
+    known = read_data.facts
     if known.shape != facts.input.shape:
         raise ModelError(
             f"{file} does not fit {known.name}: it takes records of shape "
             f"{facts.input.shape}, but those of the dataset have {known.shape}."
         )
-    fits = known.source is None and known.task.outputs == facts.task.outputs
+    fits = not known.own and known.task.outputs == facts.task.outputs
     if known.task != facts.task and not fits:
         raise ModelError(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
-    data = load_data(known.chosen, data_folder(chosen.data_dir), where, found=known)
     return Scored(
-        result=_evaluated(released.model, facts, data),
+        result=_evaluated(released.model, facts, on_device(read_data, where)),
         dataset=known.name,
         path=file,
         covered=facts.privacy.covered_scores is not None,
@@ -141,11 +128,12 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
     return below, settings_of_data(given, below)
 
 
-def _facts_of_data(released: Released, below: Path | None, chosen: Settings) -> DataFacts:
-    """Read the data to score on, and return its facts. Raises InputError and ModelError."""
+def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
+    """Read the data to score on. Raises InputError and ModelError."""
     file, known = released.path, released.header.dataset
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
-    facts = read_facts(chosen, released.reader, schema)
+    data = read(chosen, released.reader, schema)
+    facts = data.facts
     if schema is not None and facts.schema is not None and facts.schema.columns != schema.columns:
         raise ModelError(
             f"{facts.typed} has a schema with other columns than the one that {file} was trained "
@@ -156,149 +144,66 @@ def _facts_of_data(released: Released, below: Path | None, chosen: Settings) -> 
             f"{facts.typed} has no test set, and the split is only recorded in the {CONFIG} of "
             "the run. Use the run's folder, or data with a test set."
         )
-    return facts
+    return data
 
 
-#: What to do about records that cannot be used, and about files that are no records.
-REMEDY = " Correct or remove them, or add {skip_bad} to leave them out."
-REMOVE = " Remove such files, or add {skip_bad} to leave them out."
+#: Names of the readers of the package. Readers of programs may read what any model takes.
+KINDS = ("images", "texts", "tables", "array files", "arrays")
+ARRAYS = ("array files", "arrays")
 
 
-@dataclass(frozen=True, eq=False)
-class Unlabelled:
-    """Records without labels.
-
-    Attributes:
-        path: where they are; for records in memory "the array", which messages name instead.
-        names: file names relative to their folder, or rows from 0.
-        at: reads some of them as inputs before standardisation. Those that cannot be read are
-            zeros, and ``faults`` then says why.
-        ids: what names the records in a table; None without it.
-        faults: why records cannot be used, by their place in ``names``.
-        skipped: records and files that are not among ``names``.
-    """
-
-    path: Path
-    names: Sequence[str] | Sequence[int]
-    at: Callable[[slice], NDArray[Any]]
-    ids: Sequence[str] | None = None
-    faults: dict[int, str] = field(default_factory=dict)
-    skipped: LeftOut = NONE_LEFT_OUT
-
-
-def read_unlabelled(
-    data: Path | str | NDArray[Any] | Sequence[str],
-    released: Released,
-    *,
-    skip_bad: bool,
-    id_column: str | None,
-) -> Unlabelled:
-    """Return new records for a model. Raises InputError.
-
-    ``skip_bad`` leaves out unusable records. ``id_column`` is the column of a table to keep beside
-    each record; by default ``id``, if there is one.
-    """
-    path, kind = Path("the array"), ".npz"
-    if isinstance(data, Path | str):
-        path = Path(data)
-        kind = path.suffix if os.path.exists(path) else ""  # of a text, Path.exists may raise
-        kind = "folder" if os.path.isdir(path) else kind
-    raise_errors(_misfits(path, kind, released, id_column))
-    facts, reader = released.header, released.reader
-    if facts.dataset.table is not None:
-        schema = schema_of(facts.dataset.table, f"{path}: the schema of the model")
-        found = read_inputs(path, schema, reader, id_column, skip_bad)
-        at = _arrays(found.inputs, path, facts)
-        return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
-    settings: Mapping[str, Any] = {}
+def _declared(
+    data: object, released: Released, *, skip_bad: bool, id_column: str | None
+) -> Declaration:
+    """Return new records for a model as they are declared: like those that it was trained on."""
+    facts, settings = released.header, dict[str, Any]()
     with suppress(*folder.BROKEN):
-        settings = folder.settings(released.path.parent)
-    if kind == "folder":
-        return _files(path, facts, settings, reader)
-    given = {
-        "x": read_npz(path, ("x",))["x"] if isinstance(data, Path | str) else as_array(data, "x")
-    }
-    read_arrays(given, reader, str(path))
-    at = _arrays(given["x"], path, facts)
-    return Unlabelled(path, range(len(given["x"])), at)
+        settings = dict(folder.settings(released.path.parent))
+    known = {n: str(settings[n]) for n in ("image_size", "channels", "levels") if n in settings}
+    dataset: Any = str(data) if isinstance(data, Path | str) else as_new(data)
+    table = facts.dataset.table
+    return Declaration(
+        Settings.model_validate(known).replace(dataset=dataset, skip_bad=skip_bad),
+        None if table is None else schema_of(table, f"{dataset}: the schema of the model"),
+        released.reader,
+        labels=False,
+        shape=facts.input.shape,
+        id_column=id_column,
+    )
 
 
-def _misfits(path: Path, kind: str, released: Released, id_column: str | None) -> Iterator[str]:
+def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
     """Yield why new records cannot be those for a model."""
     file, facts, reader = released.path, released.header, released.reader
-    kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
+    path = declared.path
+    kinds: tuple[str, ...] = ("images", *ARRAYS)
+    wanted = "images: use a folder of images or an .npz"
     if facts.dataset.table is not None:
-        kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
+        kinds, wanted = ("tables",), f"a table: use one ({', '.join(TABLES)})"
     elif reader is not None:
+        kinds = ("texts", *ARRAYS)
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
     elif facts.input.levels == 1:
-        kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
-    if not os.path.exists(path) and kind != ".npz":
+        kinds, wanted = ARRAYS, "rows of numbers: use an .npz"
+    if declared.in_memory is None and not os.path.exists(path):
         # It may be a text, which no message shows.
         texts = "There is no such file or folder. Pass texts as a list, such as [text]."
         yield f"{path} does not exist." if reader is None else texts
-    elif kind not in kinds:
+    elif kind_of(declared) in {"", *KINDS} - {*kinds}:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
-    if id_column is not None and facts.dataset.table is None:
-        yield f"{{id=}}{id_column} names a column, but {file} was not trained on a table."
+    if declared.id_column is not None and facts.dataset.table is None:
+        yield f"{{id=}}{declared.id_column} names a column, but {file} was not trained on a table."
 
 
-def _files(
-    root: Path,
-    facts: Facts,
-    settings: Mapping[str, Any],
-    reader: TextReader | None,
-) -> Unlabelled:
-    """Return the images or texts in a folder and below it."""
-    suffixes, what = (SUFFIXES, "an image") if reader is None else ((SUFFIX,), "a file of text")
-    below = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
-    strange = [name for name in names if not name.lower().endswith(suffixes)]
-    skipped = [f"{root / name} is not {what}" for name in strange]
-    names = [name for name in names if name.lower().endswith(suffixes)]
-    if reader is None:
-        at, faults = _images(root, names, facts, settings)
-    else:
-        x, faults = read_new_files(root, names, reader)
-        at = _arrays(x, root, facts)
-    return Unlabelled(root, names, at, faults=faults, skipped=left_out(skipped))
+def _ends(x: Any, path: Path, facts: Facts) -> NDArray[np.float64] | None:
+    """Return the range that numbers are clipped to, shape (2, columns); None for images.
 
-
-def _images(
-    root: Path, names: Sequence[str], facts: Facts, settings: Mapping[str, Any]
-) -> tuple[Callable[[slice], NDArray[np.uint8]], dict[int, str]]:
-    """Return a function that decodes images, and faults that it fills."""
-    (channels, height, width), faults = facts.input.shape, dict[int, str]()
-
-    def look(opened: "Image") -> NDArray[np.uint8] | str:
-        wide, high = size_of(opened)
-        if "image_size" not in settings and (wide, high) != (width, height):
-            found = f"{high}x{wide}"
-            return f"has {found} pixels, but the model needs {height}x{width}"
-        grey = opened.mode.partition(";")[0] in GREY
-        if channels == 1 and not grey and "channels" not in settings:
-            return "has colours, but the model needs grey images"
-        return decode(opened, facts.input.shape, settings.get("levels"))
-
-    def at(some: slice) -> NDArray[np.uint8]:
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            seen = list(pool.map(lambda name: looked_at(str(root / name), look), names[some]))
-        for row, fault in enumerate(seen, some.start or 0):
-            if isinstance(fault, str):
-                faults[row] = f"{root / names[row]} {fault}"
-        blank = np.zeros(facts.input.shape, np.uint8)
-        return np.stack([blank if isinstance(image, str) else image for image in seen])
-
-    return at, faults
-
-
-def _arrays(x: NDArray[Any], path: Path, facts: Facts) -> Callable[[slice], NDArray[Any]]:
-    """Return a function that reads images or rows of numbers.
-
-    Raises InputError if they do not fit the model.
+    Raises InputError if records do not fit the model.
     """
     known = facts.input
     images, table = known.levels > 1, known.shape[1:] == (1, 1)
+    if isinstance(x, Rows):
+        return None  # decoded as the model needs them
     shape = channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
     sides = "channels: {}, height: {}, width: {}".format(*known.shape)
     if images:
@@ -312,8 +217,7 @@ def _arrays(x: NDArray[Any], path: Path, facts: Facts) -> Callable[[slice], NDAr
     if not fits:
         raise InputError(f"{path}: x must be {wanted}, not {x.dtype} of shape {x.shape}.")
     middle, half = np.array([known.mean, known.std])
-    ends = None if images else np.stack([middle - half, middle + half])
-    return lambda some: inputs_of(x[some], ends)
+    return None if images else np.stack([middle - half, middle + half])
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,14 +318,15 @@ def predict(
     """
     where = choose_device(device)
     released = load_model(run, where, factory=factory, network=network)
-    records = read_unlabelled(data, released, skip_bad=skip_bad, id_column=id_column)
-    _check_some_left(records.path, len(records.names), records.skipped)
-    answers = np.concatenate([*_answers(released, records, where)])
-    texts = _continued(released, records, where, length, temperature)
-    if not skip_bad:  # only now, because images are decoded one batch after another
-        strays, faults = records.skipped.records, records.faults.values()
-        raise_errors([*complaints(strays, REMOVE), *complaints([*faults], REMEDY)])
-    return _usable(records, answers, released.header.task, texts)
+    declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
+    raise_errors(_misfits(declared, released))
+    records = read_new(declared)
+    ends = _ends(records.x, declared.path, released.header)
+    inputs = partial(_inputs, released, records, ends, where)
+    answers = np.concatenate([*_answers(released, inputs(), len(records.names))])
+    texts = _continued(released, inputs(), length, temperature)
+    task, left_out = released.header.task, records.left_out
+    return Predictions(answers, task, records.names, records.ids, left_out, texts)
 
 
 #: Tokens that a language model adds to a text by default.
@@ -429,11 +334,7 @@ LENGTH = 50
 
 
 def _continued(
-    released: Released,
-    records: Unlabelled,
-    device: torch.device,
-    length: int | None,
-    temperature: float | None,
+    released: Released, batches: Iterator[Tensor], length: int | None, temperature: float | None
 ) -> list[str] | None:
     """Return how a language model continues texts; None for other models."""
     if released.reader is None or released.header.task.network is None:
@@ -445,49 +346,40 @@ def _continued(
         return None
     model: Any = released.model.get_submodule("frozen")
     settings = length or LENGTH, 1.0 if temperature is None else temperature
-    batches = _inputs(released, records, device)
     found = (tokens for x in batches for tokens in model.continued(x, *settings))
     return [released.reader.tokenizer.decode(tokens) for tokens in found]
 
 
-def _inputs(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
-    """Yield some records after the other as the network takes them."""
+def _inputs(
+    released: Released, records: NewRecords, ends: NDArray[Any] | None, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield some records after the other as the network takes them.
+
+    ``ends`` is the range that numbers are clipped to.
+    """
     known = released.header.input
-    gain, offset = standardisation(*known.constants, device)
-    some = places(len(records.names), known.shape)
-    batches = (torch.from_numpy(records.at(rows)).to(device) for rows in some)
-    inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    return (each.reshape(len(each), *known.record) for each in inputs)
+    gain, offset = (
+        each.reshape(-1, *[1] * (len(known.record) - 1))
+        for each in standardisation(*known.constants, device)
+    )
+    for rows in places(len(records.names), known.shape):
+        some = records.x[rows]
+        values = some.read() if isinstance(some, Rows) else inputs_of(some, ends)
+        batch = torch.from_numpy(values).to(device).reshape(-1, *known.record)
+        yield torch.addcmul(offset, batch.to(gain.dtype), gain)
 
 
 def _answers(
-    released: Released, records: Unlabelled, device: torch.device
+    released: Released, batches: Iterator[Tensor], count: int
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield what the model's outputs mean for some records after the other, and report progress."""
+    """Yield what the model's outputs mean for some records after the other, and report progress.
+
+    ``count`` is the number of records.
+    """
     done = 0
-    for logits in outputs(released.model, _inputs(released, records, device)):
+    for logits in outputs(released.model, batches):
         numbers = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
         found = released.header.task.answers(numbers)
         yield found
         done += len(found)
-        report(done, len(records.names), released.path, "predictions")
-
-
-def _usable(
-    records: Unlabelled, answers: NDArray[np.float32], task: Task, texts: Sequence[str] | None
-) -> Predictions:
-    """Return the predictions of records without a fault."""
-    kept = [row for row in range(len(records.names)) if row not in records.faults]
-    skipped = records.skipped + left_out([*records.faults.values()])
-    _check_some_left(records.path, len(kept), skipped)
-    ids = None if records.ids is None else [records.ids[row] for row in kept]
-    names: Any = [records.names[row] for row in kept]
-    texts = None if texts is None else [texts[row] for row in kept]
-    return Predictions(answers[kept], task, names, ids, skipped, texts)
-
-
-def _check_some_left(path: Path, count: int, skipped: LeftOut) -> None:
-    """Reject data without a record."""
-    if not count:
-        what = f"{path} contains no records" + " that can be used" * bool(skipped.records)
-        refuse([what, *skipped.reasons])
+        report(done, count, released.path, "predictions")

@@ -119,8 +119,8 @@ class PrivateTraining(PrivateProgram):
                 "a new network."
             )
         self._seconds = 0.0
-        self._begin(plan, earlier, resolved.notes)
-        self._task = prepare(plan, device, self._keys, model=model)
+        self._begin(plan, earlier, resolved.notes, resolved.private_notes)
+        self._task = prepare(plan, device, self._keys, resolved.data, model=model)
         if weigh is not None and class_weights(plan.settings):
             raise InputError(
                 "class_weights and weights= are two ways to say the same. Use one of them."
@@ -227,8 +227,9 @@ def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:
     settings, facts = plan.settings, plan.facts
     if asked.get("ema") is None:
         settings = settings.replace(ema=None)
-    memory = None if facts.source is None else facts.source.in_memory
-    if asked.get("standardise") is None and memory is not None and memory.arrays is not None:
+    memory = settings.dataset
+    as_arrays = isinstance(memory, InMemoryData) and memory.arrays is not None
+    if asked.get("standardise") is None and as_arrays:
         facts = replace(facts, standardised=False)
     return replace(plan, settings=settings, facts=facts)
 

@@ -204,7 +204,7 @@ def _computed(run: DescribedRun) -> tuple[Computed, ...]:
         f"number of training {run.counted}": "declared public",
         f"number of test {run.tested}": "declared public",
         **dict.fromkeys(
-            (facts.task.public, *shape), "published" if facts.source is None else "declared public"
+            (facts.task.public, *shape), "declared public" if facts.own else "published"
         ),
         **dict.fromkeys(facts.inferred, "not covered"),
         "scores of the test records": "protected" if covered else "not covered",
@@ -224,7 +224,7 @@ def _dataset(run: DescribedRun) -> report.Dataset:
         train_size=facts.train_size,
         test_size=facts.test_size,
         sha256=facts.sha256,
-        own=facts.source is not None,
+        own=facts.own,
         held_out=facts.held_out,
         test_note=text("test records", run) or None,
         taken_from_records=facts.inferred,

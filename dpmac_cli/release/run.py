@@ -10,6 +10,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values, values_of
+from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
@@ -25,7 +26,7 @@ RunEvent: TypeAlias = Started | Update | Finished
 def train(
     plan: Plan | Resolved,
     stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
+    data: Dataset | Data | None = None,
     ranks: Ranks | None = None,
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Iterator[RunEvent]:
@@ -34,9 +35,10 @@ def train(
     With ``force``, an existing run is removed once this one is ready for its first step.
 
     Args:
-        plan: what :func:`dpmac_cli.runs.resolve.resolve` returns, or its ``plan``.
+        plan: what :func:`dpmac_cli.runs.resolve.resolve` returns, with the records that it has
+            read; or its ``plan`` alone, whose records are read again.
         stop: called after every step; True ends the run early with everything written.
-        data: data on the device; None to load it.
+        data: records of the plan, or data on the device; None to read them.
         ranks: the processes of the run; the others call
             :func:`~dpmac_cli.runs.workers.run_worker`.
         earlier: events of what was done to the records before, in attempts that this run replaces.
@@ -49,6 +51,7 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     if isinstance(plan, Resolved):
+        data = data or plan.data
         plan = plan.plan
     if not isinstance(plan, Plan):
         raise InputError(
@@ -62,7 +65,7 @@ def resume(
     where: Path | str,
     flags: Settings | Values | None = None,
     stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
+    data: Dataset | Data | None = None,
     ranks: Ranks | None = None,
     **keywords: Any,
 ) -> Iterator[RunEvent]:

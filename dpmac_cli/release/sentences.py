@@ -294,7 +294,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "public",
-        lambda run: run.plan.facts.source is None,
+        lambda run: not run.plan.facts.own,
         "the dataset {run.plan.facts.name}: {run.plan.facts.about}",
     ),
     ("public", lambda run: run.known, "weights of {run.known.about}; licence {run.known.licence}"),

@@ -7,19 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpmac_cli.config import checks
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.networks import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.files import cache_folder, data_folder
+from dpmac_cli.data.dataset import Dataset
+from dpmac_cli.data.read import read
+from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.loaders import load_data
+from dpmac_cli.models.loaders import on_device
 from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
@@ -38,7 +41,7 @@ class PreparedRun:
         record: shape of a record as the whole network gets it.
         own: whether the network is not built in, so that it may draw random numbers.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
-            user.
+            user. private_notes: notes on the records, for the person who holds them.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
         built_by: call that built a user-supplied network, as code; its file may change later.
     """
@@ -51,6 +54,7 @@ class PreparedRun:
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()
+    private_notes: tuple[str, ...] = ()
     built_by: str = ""
 
     @property
@@ -72,7 +76,7 @@ def prepare(
     plan: Plan,
     device: torch.device,
     keys: Keys,
-    data: Data | None = None,
+    data: Dataset | Data | None = None,
     *,
     model: nn.Module | None = None,
 ) -> PreparedRun:
@@ -84,7 +88,7 @@ def prepare(
         plan: plan of the run.
         device: device of the network and the data.
         keys: keys, of which initial weights need one.
-        data: data on the device; None to load it.
+        data: records that were read for the plan, or data on the device; None to read them again.
         model: a network to train in place, instead of the plan's.
 
     Raises:
@@ -100,8 +104,11 @@ def prepare(
     parts = None if passed_in else cut_network(plan, record, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(plan, model, record)
-    if data is None:
-        data = load(plan, device)
+    private_notes: tuple[str, ...] = ()
+    data = data or read_again(plan)
+    if isinstance(data, Dataset):
+        private_notes = checks.private_notes(plan, data.notes)
+        data = on_device(data, device, plan.facts)
     data = data.shaped(record).computed_in(dtype_of(model))
     trained = model
     if parts is not None:
@@ -116,15 +123,31 @@ def prepare(
         data=data,
         record=record,
         own=own,
+        private_notes=private_notes,
         start=_start_of(keys),
         **said,
     )
 
 
-def load(plan: Plan, device: torch.device) -> Data:
-    """Load the data of a run onto a device. Raises InputError."""
-    folder = data_folder(plan.settings.data_dir)
-    return load_data(plan.facts.chosen, folder, device, found=plan.facts)
+def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
+    """Load the data of a run onto a device; ``data`` if it was read. Raises InputError."""
+    return on_device(data or read_again(plan), device, plan.facts)
+
+
+def read_again(plan: Plan) -> Dataset:
+    """Read the records of a plan. Raises InputError if they are not those that it was made for."""
+    data, facts = read(plan.settings), plan.facts
+    if data.facts.public != replace(facts, standardised=True).public:
+        (now, now_tested), (before, tested) = (
+            (known.train_size, known.test_size) for known in (data.facts, facts)
+        )
+        raise InputError(
+            f"{facts.typed} changed while it was being read ({before:,} + {tested:,} training and "
+            f"test records before, {now:,} + {now_tested:,} now). Run the command again once "
+            "nothing writes to it."
+        )
+    raise_errors(checks.tested_twice(plan.settings, facts, data.notes))
+    return data
 
 
 def cut_network(plan: Plan, record: tuple[int, ...], model: nn.Module) -> FrozenFeatures | None:

@@ -55,6 +55,7 @@ class Started:
         parameters: number d of trained parameters, and of all parameters.
         done: steps taken before. steps: last step, limited by --max-epsilon.
         notes: messages for the user.
+        private_notes: notes on the records, for the person who holds them.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class Started:
     done: int
     steps: int
     notes: tuple[str, ...] = ()
+    private_notes: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,7 @@ class Session:
             done=self.trainer.state.step,
             steps=self.steps,
             notes=self.notes,
+            private_notes=self.task.private_notes,
         )
         try:
             yield from self._updates(stop)

@@ -20,6 +20,7 @@ from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import NOT_RECORDED, Plan, with_noise
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import by_setting
+from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
@@ -47,6 +48,7 @@ class Inherited:
         target: epsilon that the run was calibrated for; None without, and in a new folder.
         notes: messages for the user.
         account: account of the run as it was; None for a run in a new folder.
+        data: your own dataset, which was read for its plan; None to read it.
     """
 
     saved: checkpoint.Checkpoint | None = None
@@ -55,12 +57,13 @@ class Inherited:
     target: float | None = None
     notes: tuple[str, ...] = ()
     account: Account | None = None
+    data: Dataset | None = None
 
 
 def new_run(
     plan: Plan,
     stop: Callable[[], bool],
-    data: Data | None,
+    data: Dataset | Data | None,
     ranks: Ranks | None,
     earlier: tuple[TrainingEvent, ...],
 ) -> Generator[SessionEvent, None, None]:
@@ -92,7 +95,7 @@ def continued_run(
     run: Path | str,
     flags: Mapping[Any, Any],
     stop: Callable[[], bool],
-    data: Data | None,
+    data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
     """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
@@ -102,7 +105,7 @@ def continued_run(
     with torch_failures_explained():
         with folder.locked(run):
             plan, before = _continued(run, given, elsewhere=elsewhere)
-            session = _session(plan, before, stop, data, ranks)
+            session = _session(plan, before, stop, data or before.data, ranks)
             if not elsewhere:
                 session.account.record()
                 session.begin_files()
@@ -115,7 +118,7 @@ def _session(
     plan: Plan,
     before: Inherited,
     stop: Callable[[], bool],
-    data: Data | None,
+    data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Session:
     device = choose_device(plan.settings.device, ranks)
@@ -259,7 +262,8 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
         )
     if elsewhere:
         _check_elsewhere(run, plan, step)
-        return plan, Inherited(saved, account.past, step, notes=resolved.notes)
+        inherited = Inherited(saved, account.past, step, notes=resolved.notes, data=resolved.data)
+        return plan, inherited
     if step >= account.end and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {plan.event.steps} steps. To train longer: "
@@ -267,7 +271,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
             f"(N above {step // plan.event.steps_per_epoch})"
         )
     target = plan.settings.epsilon
-    inherited = Inherited(saved, account.past, step, target, resolved.notes, account)
+    inherited = Inherited(saved, account.past, step, target, resolved.notes, account, resolved.data)
     return plan.placed(run), inherited
 
 

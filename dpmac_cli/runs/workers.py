@@ -58,10 +58,11 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             choose_device(local.get("device", "auto"), ranks)
             said = ranks.brief()
             event = TrainingEvent(**said["event"])
-            plan = resolve(local, by_setting(said["config"]), noise=event).plan
+            resolved = resolve(local, by_setting(said["config"]), noise=event)
+            plan = resolved.plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
-            task = prepare(plan, choose_device(plan.settings.device, ranks), keys)
+            task = prepare(plan, choose_device(plan.settings.device, ranks), keys, resolved.data)
             account = Account(event=plan.event.first(said["steps"]))  # rank 0 has the ledger
             trainer = make_trainer(plan, task, keys, account, ranks=ranks)
             _agree(ranks, plan, task, trainer)

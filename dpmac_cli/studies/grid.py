@@ -6,15 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import (
     JOINED,
     NUMBER,
@@ -37,6 +36,9 @@ from dpmac_cli.config.sources import by_flag, layered
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs.resolve import Resolved, resolve
+
+if TYPE_CHECKING:
+    from dpmac_cli.data.dataset import Dataset
 
 #: Settings whose values may have commas.
 WITH_COMMAS = ("unit", *(name for name, field in SETTINGS.items() if JOINED in field.metadata))
@@ -97,15 +99,15 @@ def resolved(
     With ``same_data``, the dataset is read once. Raises InputError with every fault of any.
     """
     found, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
-    facts: DataFacts | None = None
+    data: Dataset | None = None
     for case in cases:
         try:
-            one = resolve(case, facts=facts)
+            one = resolve(case, data=data)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
         found.append(one)
-        facts = one.plan.facts if same_data else None
+        data = one.data if same_data else None
         said = (*one.chosen, *one.notes)
         notes |= dict.fromkeys(note for note in said if "no effect" not in note)
     raise_errors(errors)
@@ -191,11 +193,13 @@ class Grid:
         runs: all runs, grouped by cell.
         column: "sigma", or "epsilon" if the noise of each column meets a budget.
         notes: messages for the user.
+        private_notes: notes on the records, for the person who holds them.
     """
 
     runs: tuple[Run, ...]
     column: str
     notes: tuple[str, ...]
+    private_notes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -290,7 +294,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         for (labels, value), plan in cells.items()
         for seed in seeds
     )
-    return Grid(runs, column, notes)
+    return Grid(runs, column, notes, found[0].private_notes)
 
 
 def _combinations(
@@ -344,10 +348,9 @@ def last_change(plan: Plan) -> int:
     Runs on records, units or splits that were corrected since are none of a study's, because their
     epsilons may protect other units and do not add up.
     """
-    source = plan.facts.source
-    if source is None:
+    if not plan.facts.own:
         return 0
     schema = plan.recorded.get("schema")
-    roots = [source.path, *([] if schema is None else [Path(schema)])]
+    roots = [Path(plan.facts.typed), *([] if schema is None else [Path(schema)])]
     files = (path for root in roots for path in (root, *root.rglob("*")))
     return max((path.stat().st_mtime_ns for path in files if path.exists()), default=0)

@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 import torch.multiprocessing as processes
 
-from dpmac_cli.config.facts import Source
 from dpmac_cli.data.image_folder import usable_cores
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import DpmacError, InputError, as_flags, explain_os_error
@@ -121,7 +120,7 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM)
 CONTEXT = processes.get_context("forkserver")
 
 #: Datasets by the value of --dataset.
-SharedData = Mapping[str | Source, Data]
+SharedData = Mapping[str, Data]
 
 
 def train_job(run: Run, threads: int, data: Data | None = None) -> str | None:
@@ -165,11 +164,11 @@ def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[R
     return resume(where, flags, stop, data)
 
 
-def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
+def share_data(runs: Sequence[Run]) -> dict[str, Data]:
     """Load every dataset once. torch shares the memory of tensors sent to other processes."""
     cpu = torch.device("cpu")
-    plans = {run.plan.facts.chosen: run.plan for run in runs}
-    return {chosen: load(plan, cpu) for chosen, plan in plans.items()}
+    plans = {run.plan.facts.typed: run.plan for run in runs}
+    return {name: load(plan, cpu) for name, plan in plans.items()}
 
 
 class Pool:
@@ -197,7 +196,7 @@ class Pool:
             device = torch.device("cuda", place % torch.cuda.device_count())
         threads = max(1, torch.get_num_threads() // self.slots)
         # The server that processes are forked from keeps its initial environment variables.
-        data = self.data[run.plan.facts.chosen]
+        data = self.data[run.plan.facts.typed]
         arguments = (dict(os.environ), theirs, run.on(str(device)), data, threads)
         process = CONTEXT.Process(target=_work, args=arguments)
         process.start()

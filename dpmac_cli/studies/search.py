@@ -7,14 +7,15 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
+from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
@@ -22,6 +23,9 @@ from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK,
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import MOST, RANGE, read_values, resolved
+
+if TYPE_CHECKING:
+    from dpmac_cli.data.dataset import Dataset
 
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
@@ -91,6 +95,7 @@ class SearchSpace:
 
     Attributes:
         given: settings that all trials share, by name, with the epsilon of one trial.
+        data: your own dataset, read once; None for a registered one.
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
@@ -99,11 +104,17 @@ class SearchSpace:
     """
 
     given: Mapping[str, Any]
+    data: "Dataset | None" = field(repr=False)
     dimensions: tuple[Dimension, ...]
     search: Search
     plans: tuple[Plan, ...]
     out: Path
     notes: tuple[str, ...] = ()
+
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """Return notes on the records, for the person who holds them."""
+        return () if self.data is None else private_notes(self.plans[0], self.data.notes)
 
     @property
     def epsilon(self) -> float:
@@ -132,7 +143,7 @@ class SearchSpace:
 
     def plan_of(self, setting: Mapping[str, Any]) -> Plan:
         """Return the plan of a trial. Raises ValueError if its cost was not accounted for."""
-        plan = resolve({**self.given, **setting}, facts=self.plans[0].facts).plan
+        plan = resolve({**self.given, **setting}, data=self.data).plan
         if events_of_trial(plan) not in self.search.candidates:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         # The epsilon of a trial is not that of the run that is published.
@@ -245,12 +256,12 @@ def _calibrated(
     ]
     found, notes = resolved(({**shared, **one} for one in settings), same_data=True)
     of_kind = {events_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
-    facts, settings_of_all = found[0].plan.facts, found[0].plan.settings
+    data, settings_of_all = found[0].data, found[0].plan.settings
     space = tuple(dimension.text for dimension in drawn)
 
     def plans(epsilon: float) -> tuple[Plan, ...]:
         given = {**shared, "epsilon": epsilon}
-        return tuple(resolve({**given, **one}, facts=facts).plan for one in of_kind.values())
+        return tuple(resolve({**given, **one}, data=data).plan for one in of_kind.values())
 
     def search(epsilon: float) -> Search:
         events = map(events_of_trial, plans(epsilon))
@@ -260,6 +271,7 @@ def _calibrated(
     epsilon = calibrate_search(search, settings_of_all.delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
+        data=data,
         dimensions=drawn,
         search=search(epsilon),
         plans=plans(epsilon),

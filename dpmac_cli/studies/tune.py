@@ -75,7 +75,7 @@ def carry_out_search(
             held.enter_context(_secret_folder(place))
         _check_free(out, secret)
         device = choose_device(first.settings.device)
-        data = load(first, device)
+        data = load(first, device, space.data)
         with _silence():
             best = _best(space, secret / TRIAL, stop, data)
     _check_free(out, secret)  # another run may have begun in it meanwhile

@@ -9,7 +9,6 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
-from dpmac_cli.config import checks
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import (
@@ -42,8 +41,8 @@ class PrivateProgram(Unshared):
     """
 
     __slots__ = (
-        *("_account", "_held", "_keys", "_left_out", "_notes", "_one_at_a_time", "_plan"),
-        "_step",
+        *("_account", "_held", "_keys", "_left_out", "_notes", "_on_records", "_plan"),
+        *("_one_at_a_time", "_step"),
     )
 
     def _begin(
@@ -51,10 +50,14 @@ class PrivateProgram(Unshared):
         plan: Plan,
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
+        on_records: tuple[str, ...] = (),
     ) -> None:
-        """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
+        """Plan the steps that the budget allows after earlier training. Raises BudgetError.
+
+        ``notes`` are messages, and ``on_records`` are about the records.
+        """
         check_single_process()
-        self._plan, self._notes = plan, notes
+        self._plan, self._notes, self._on_records = plan, notes, on_records
         self._account = Account(
             event=plan.event,
             earlier=tuple(account.alone() for account in earlier),
@@ -80,7 +83,7 @@ class PrivateProgram(Unshared):
         """
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
         of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
-        return tuple(map(as_keywords, (*checks.private_notes(self._plan), *of_steps)))
+        return tuple(map(as_keywords, (*self._on_records, *of_steps)))
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size

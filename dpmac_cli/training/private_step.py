@@ -380,6 +380,7 @@ def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
     defaults = Defaults(model, sampling.batch_size, physical_batch=RECORDS_AT_A_TIME)
     return DataFacts(
         name=BATCHES,
+        typed=BATCHES,
         train_size=sampling.n,
         test_size=0,
         shape=(1, 1, 1),

@@ -14,9 +14,9 @@ from PIL import Image
 from typer.testing import Result
 
 from dpmac_cli import load_model
-from dpmac_cli.models.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from tests.digits_runs import report_of
+from tests.helpers import load_data
 from tests.typed import dpmac
 
 SIZE = 8

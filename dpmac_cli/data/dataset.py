@@ -1,0 +1,128 @@
+"""Your own dataset as it is declared, and a dataset as it is read: records in NumPy arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from dpmac_cli.config.facts import NONE_LEFT_OUT, DataFacts, InMemoryData, LeftOut, PrivateNotes
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.data.table_schema import TableSchema
+
+
+class Split(NamedTuple):
+    """Records, their targets, and what tells their units of privacy.
+
+    Attributes:
+        x: images, uint8, shape (records, channels, height, width), as
+            :class:`~dpmac_cli.data.cache.Rows` of a file if they were decoded; numbers, float32,
+            in the shape of their array; texts, a row of whole numbers of tokens each.
+        y: classes, int64, shape (records,); or numbers to predict, float32, shape (records, 1).
+        unit: name of each record's unit; None if each is one.
+    """
+
+    x: Any
+    y: NDArray[Any]
+    unit: NDArray[Any] | None = None
+
+    def at(self, rows: NDArray[Any]) -> "Split":
+        """Return some records, by their numbers or a mask."""
+        return Split(self.x[rows], self.y[rows], None if self.unit is None else self.unit[rows])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Records of a dataset, their public facts, and private notes on them."""
+
+    train: Split
+    test: Split
+    facts: DataFacts
+    notes: PrivateNotes = field(default=PrivateNotes(), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class NewRecords:
+    """Records without labels, for predictions.
+
+    Attributes:
+        x: as in :class:`Split`, but in the types of their file and not clipped to a range.
+        names: file names relative to their folder, or rows from 0.
+        ids: what names the records in a table; None without it.
+        left_out: records and files that cannot be used.
+    """
+
+    x: Any
+    names: Sequence[str] | Sequence[int]
+    ids: Sequence[str] | None = None
+    left_out: LeftOut = NONE_LEFT_OUT
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Your own dataset as it is declared: settings, and what they name. All of it is public.
+
+    Declared values are never taken from the records, so no record can change them. Channels, image
+    size and classes that are not declared are None and are read from the records.
+
+    Attributes:
+        settings: settings of the run, of which those of the dataset are read.
+        schema: schema of a table.
+        texts: how texts are read; None for images and numbers.
+        labels: whether records have labels: False for new ones, whose predictions are asked for.
+        shape: channels, height and width of new images, as the model needs them.
+        id_column: column of a table of new records that names them; None for ``id``.
+    """
+
+    settings: Settings
+    schema: TableSchema | None = None
+    texts: TextReader | None = None
+    labels: bool = True
+    shape: tuple[int, int, int] = (1, 1, 1)
+    id_column: str | None = None
+
+    @property
+    def in_memory(self) -> InMemoryData | None:
+        """Return the records in memory; None for files."""
+        dataset = self.settings.dataset
+        return dataset if isinstance(dataset, InMemoryData) else None
+
+    @property
+    def path(self) -> Path:
+        """Return a folder, an .npz, or a table; for records in memory their name in brackets."""
+        return Path(str(self.settings.dataset))
+
+    @property
+    def channels(self) -> int | None:
+        """Return the number of channels that images are converted to."""
+        return None if self.settings.channels is None else int(self.settings.channels)
+
+    @cached_property
+    def classes(self) -> tuple[str, ...] | None:
+        """Return class names, in the order of the labels."""
+        if not self.settings.classes:
+            return None
+        return tuple(name.strip() for name in self.settings.classes.split(","))
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Return the range that all columns are clipped to."""
+        low, _, high = (self.settings.feature_range or "").partition(",")
+        return (float(low), float(high)) if high else None
+
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Return the first input and the number of inputs of each text of a record."""
+        if self.texts is None:
+            return ()
+        if self.schema is None:
+            return ((0, self.texts.limit),)
+        texts, first = list[tuple[int, int]](), 0
+        for column in self.schema.columns:
+            if column.text is not None:
+                texts.append((first, column.text))
+            first += column.inputs
+        return tuple(texts)

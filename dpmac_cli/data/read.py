@@ -1,0 +1,79 @@
+"""Read a dataset once: for training, to score a model, and for predictions.
+
+All faults of its files are reported together. Nothing else opens files of records.
+"""
+
+from pathlib import Path
+
+# Each of these modules registers the readers of a kind.
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.facts import published_facts, refuse
+from dpmac_cli.config.networks import BACKBONES
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.tokens import TOKENS, TextReader
+from dpmac_cli.data import array_file, image_folder, in_memory, table, text_folder
+from dpmac_cli.data.arrays import dataset_of_arrays
+from dpmac_cli.data.dataset import Dataset, Declaration, NewRecords
+from dpmac_cli.data.published import read_published
+from dpmac_cli.data.reader import reading_of
+from dpmac_cli.data.table_schema import TableSchema, read_schema
+from dpmac_cli.files import data_folder
+
+#: Modules that register the readers.
+KINDS = (array_file, image_folder, in_memory, table, text_folder)
+
+
+def read(
+    settings: Settings, texts: TextReader | None = None, schema: TableSchema | None = None
+) -> Dataset:
+    """Read training and test records, and return them with their facts.
+
+    Args:
+        settings: settings of a run, of which those of the dataset are read.
+        texts: reads texts; None for the tokenizer of the settings.
+        schema: declares a table; None for the one of the settings.
+
+    Raises:
+        InputError: lists every fault of the dataset.
+    """
+    name = settings.dataset
+    if isinstance(name, str) and name in DATASETS:
+        facts = published_facts(name, settings.unit)
+        train, test = read_published(name, data_folder(settings.data_dir))
+        return Dataset(train, test, facts)
+    return read_own(declaration(settings, texts, schema))
+
+
+def read_own(declared: Declaration) -> Dataset:
+    """Read your own dataset as it is declared. Raises InputError with every fault found."""
+    return dataset_of_arrays(declared, reading_of(declared))
+
+
+def read_new(declared: Declaration) -> NewRecords:
+    """Read records without labels. Raises InputError with every fault found, or if there is none.
+
+    Unusable ones are left out with ``skip_bad``.
+    """
+    reading = reading_of(declared)
+    x = reading.arrays["x"]
+    names = reading.arrays.get("name", range(len(x)))
+    if not len(names):
+        what = f"{declared.path} contains no records"
+        what += " that can be used" * bool(reading.left_out.records)
+        refuse([what, *reading.left_out.reasons])
+    return NewRecords(x, names, reading.arrays.get("id"), reading.left_out)
+
+
+def declaration(
+    settings: Settings, texts: TextReader | None = None, schema: TableSchema | None = None
+) -> Declaration:
+    """Return your own dataset as it is declared. Raises InputError; for arguments see read."""
+    if texts is None and settings.backbone is not None and settings.backbone not in BACKBONES:
+        texts = read_encoder(settings.backbone).reader(settings.tokens or TOKENS)
+    declared = Declaration(settings, schema, texts)
+    if declared.in_memory is not None and declared.in_memory.schema is not None:
+        return Declaration(settings, declared.in_memory.schema, texts)
+    if schema is None and settings.schema is not None:
+        return Declaration(settings, read_schema(Path(settings.schema)), texts)
+    return declared

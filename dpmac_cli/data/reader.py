@@ -1,0 +1,78 @@
+"""Registry of readers: each reads one kind of your own records, for training and for predictions.
+
+A reader is a function of a :class:`~dpmac_cli.data.dataset.Declaration`, registered by
+:func:`register_reader`. The checks of the records, their split and their facts are those of all
+readers: :func:`~dpmac_cli.data.arrays.dataset_of_arrays`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpmac_cli.config.facts import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.errors import InputError
+
+#: Records and what is declared of them, by name; decoded images are Rows of a file.
+ArrayDict = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Records as a reader returns them.
+
+    Attributes:
+        arrays: arrays by the names of an .npz: ``x``, and ``y`` with labels; ``x_test`` and
+            ``y_test``, ``unit``, ``classes``, ``low`` and ``high``, and others. ``key`` names each
+            record, and decides its side of a split. Without labels, ``x``, and perhaps ``name`` and
+            ``id``, lists that name each record in the predictions.
+        left_out: records that cannot be used, with ``skip_bad``.
+        classes: names of classes that were found, if none are declared.
+    """
+
+    arrays: ArrayDict
+    left_out: LeftOut = field(default=NONE_LEFT_OUT)
+    classes: tuple[str, ...] = ()
+
+
+Reads = Callable[[Declaration], Reading]
+#: Readers, and which datasets each of them reads, by name.
+READERS: dict[str, tuple[Callable[[Declaration], bool], Reads]] = {}
+
+
+def register_reader(name: str, fits: Callable[[Declaration], bool]) -> Callable[[Reads], Reads]:
+    """Register a function that reads a kind of records.
+
+    A reader must read each record by itself, so that no record changes how another one is read, and
+    take what is public, such as ``classes`` and ``low``, from declarations.
+
+    Args:
+        name: name of the kind. An earlier reader of the name is replaced.
+        fits: returns whether a dataset is of this kind, such as by its path. Readers that were
+            registered later are asked first.
+    """
+
+    def register(read: Reads) -> Reads:
+        READERS.pop(name, None)
+        READERS[name] = fits, read
+        return read
+
+    return register
+
+
+def kind_of(declared: Declaration) -> str:
+    """Return the name of the reader of a dataset; "" if there is none."""
+    return next((name for name, (fits, _) in reversed(READERS.items()) if fits(declared)), "")
+
+
+def reading_of(declared: Declaration) -> Reading:
+    """Read a dataset with the reader of its kind. Raises InputError with every fault found."""
+    if kind := kind_of(declared):
+        _, read = READERS[kind]
+        return read(declared)
+    if not declared.path.is_file():
+        raise InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
+    raise InputError(
+        f"{{dataset=}}{declared.path} must be a folder with one folder of images per class, an "
+        ".npz, or a table (.csv, .tsv, .parquet)."
+    )
