@@ -9,8 +9,11 @@ from .accounting.risk import trade_off as trade_off
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.settings import Settings as Settings
+from .data.dataset import Declaration as Declaration
 from .data.in_memory import ArrayData as ArrayData
 from .data.in_memory import from_dataframe as from_dataframe
+from .data.reader import Reading as Reading
+from .data.reader import register_reader as register_reader
 from .dp.geometry import AdaClipEllipsoid as AdaClipEllipsoid
 from .dp.geometry import Ball as Ball
 from .dp.geometry import Geometry as Geometry

@@ -19,12 +19,16 @@ from pyarrow import parquet
 from torch.utils.data import Dataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch
+from dpmac_cli.config.facts import in_memory
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.read import read_own
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.errors import InputError
 from tests.helpers import declared, with_settings
+from tests.test_hugging_face import ClassLabel
+from tests.test_hugging_face import Dataset as HuggingFaceDataset
+from tests.test_hugging_face import Image as HuggingFaceImage
 from tests.tiny_bert import tiny_reader
 
 COUNT, CLASSES = 24, ("a", "b")
@@ -113,6 +117,13 @@ def torch_dataset(_: Path, contents: Contents) -> Declaration:
 def torch_images(_: Path, contents: Contents) -> Declaration:
     data = from_torch(Listed(contents), classes=CLASSES)
     return declared(data.path, in_memory=data)
+
+
+def hugging_face(_: Path, contents: Contents) -> Declaration:
+    columns = {"image": [*contents], "label": [n % 2 for n in range(len(contents))]}
+    features = {"image": HuggingFaceImage(), "label": ClassLabel([*CLASSES])}
+    data = in_memory(HuggingFaceDataset(columns, features))
+    return declared(in_memory=data, channels=1, image_size=8)
 
 
 def folder(where: Path, contents: Contents, **more: Any) -> Declaration:
@@ -225,6 +236,9 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
               SAMPLES, BAD_SAMPLES),
     "torch images": (torch_images, [(Image.fromarray(of), torch.tensor(n % 2))
                                     for n, of in enumerate(GREY)], [], SAMPLES + BAD_SAMPLES),
+    "Hugging Face": (hugging_face, [Image.fromarray(of) for of in GREY],
+                     [Image.new("RGB", (8, 8), 77), Image.new("L", (5, 9), 77)],
+                     [None, Image.new("LAB", (8, 8)), Image.new("F", (8, 8))]),
     "images": (images, [(f"p{n // 2}_{n}.png", picture("L", of)) for n, of in enumerate(GREY)],
                FILES, BAD_FILES),
     "texts": (texts, SENTENCES, ["cat cat", "\ud800", "CAT!" * 9_999],
@@ -235,7 +249,7 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
 }  # fmt: skip
 
 
-IN_MEMORY = ("arrays", "numbers", "torch", "torch images", "texts")
+IN_MEMORY = ("arrays", "numbers", "torch", "torch images", "texts", "Hugging Face")
 
 
 def seen(source: Declaration) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], int]:

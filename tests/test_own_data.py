@@ -627,7 +627,7 @@ def test_what_cannot_be_records_is_told_at_once() -> None:
     x, y = rows(20)
     with pytest.raises(InputError, match=r"Input should be a name.*\(x, y\).*, not a tuple"):
         resolve(dataset=(x, y))
-    with pytest.raises(InputError, match=r"dataset: Input should be .*, not a DataFrame"):
+    with pytest.raises(InputError, match=r"<table> needs a schema that declares its columns"):
         resolve(dataset=pd.DataFrame(x))
     with pytest.raises(InputError, match="rows of numbers need a public range"):
         resolve(dataset=ArrayData(x, y))

@@ -49,6 +49,16 @@ class InMemoryData:
         return str(self.path)
 
 
+def in_memory(value: Any) -> InMemoryData | None:
+    """Return a data frame, or a dataset of Hugging Face, as records in memory; None for others."""
+    kind = type(value)  # an attribute of a frame may be one of its columns
+    if hasattr(kind, "column_names") and (hasattr(kind, "features") or hasattr(kind, "values")):
+        return InMemoryData(Path("<dataset>"), frame=value)
+    if hasattr(kind, "column_names") or (hasattr(kind, "columns") and hasattr(kind, "dtypes")):
+        return InMemoryData(Path("<table>"), frame=value)
+    return None
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """Records that are left out: one description each, and why, with their numbers."""

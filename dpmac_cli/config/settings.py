@@ -18,7 +18,7 @@ from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.encoders import ENCODERS
 from dpmac_cli.config.encoders import FOLDER as ENCODER_FOLDER
-from dpmac_cli.config.facts import STANDARDS, TABLES, InMemoryData
+from dpmac_cli.config.facts import STANDARDS, TABLES, InMemoryData, in_memory
 from dpmac_cli.config.flags import JOINED, NUMBER, Fields, Flags, NotBoth, OneOf, SomePath
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS, PARTS
@@ -167,10 +167,12 @@ DryRun = Annotated[StrictBool, Field(description="Show the plan and its cost, wi
 def _named_or_in_memory(value: object) -> object:
     if isinstance(value, str | InMemoryData):
         return value
+    if (records := in_memory(value)) is not None:
+        return records
     raise PydanticCustomError(
         "dataset",
-        "Input should be a name, a path, or records in memory: ArrayData(x, y), "
-        "from_torch(dataset) or from_dataframe(frame, schema)",
+        "Input should be a name, a path, or records in memory: a data frame, a dataset of Hugging "
+        "Face, ArrayData(x, y) or from_torch(dataset)",
     )
 
 

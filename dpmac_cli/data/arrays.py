@@ -61,7 +61,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     # Classes that are not declared were read from the records.
     named = CLASSES in arrays or not isinstance(task, Classification)
     sides, contents = _sides(arrays, None if named else task.names, declared)
-    facts = _facts_of(declared, arrays, task, sides)
+    facts = _facts_of(declared, arrays, task, sides, converted=reading.converted)
     if not named:
         facts = replace(facts, inferred=(*facts.inferred, "classes"))
     x = arrays["x"]
@@ -92,12 +92,17 @@ def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
 
 
 def _facts_of(
-    declared: Declaration, arrays: ArrayDict, task: Task, sides: Sequence[Split]
+    declared: Declaration,
+    arrays: ArrayDict,
+    task: Task,
+    sides: Sequence[Split],
+    *,
+    converted: bool,
 ) -> DataFacts:
     """Return the facts of a dataset, but for classes that were inferred. Raises InputError."""
     x, settings = arrays["x"], declared.settings
     train, test = (len(y if unit is None else np.unique(unit)) for _, y, unit in sides)
-    shape = _shape_of(x, declared)
+    shape = _shape_of(x, declared, converted=converted)
     is_numbers = _is_numbers(x)
     known = dataset_of(
         (train, test),
@@ -118,7 +123,7 @@ def _facts_of(
         reader=declared.texts,
         held_out="x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
-        inferred=tuple(n for n, size in sizes.items() if isinstance(x, Rows) and size is None),
+        inferred=tuple(n for n, size in sizes.items() if converted and size is None),
     )
 
 
@@ -183,13 +188,13 @@ def _sides(
     return sides, contents
 
 
-def _shape_of(x: Any, declared: Declaration) -> tuple[int, int, int]:
+def _shape_of(x: Any, declared: Declaration, *, converted: bool) -> tuple[int, int, int]:
     """Return (channels, height, width) of records as inputs. Raises InputError."""
     channels, height, width = channels_first(x[:1]).shape[1:]
     settings = declared.settings
     sizes = {"{channels}": settings.channels, "{image_size}": settings.image_size}
     given = [flag for flag, value in sizes.items() if value is not None]
-    if given and not isinstance(x, Rows):
+    if given and not converted:
         raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
     return channels, height, width
 

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ from dpmac_cli.libraries import torch, torch_data
 from dpmac_cli.progress import report
 
 Seen = TypeVar("Seen")
+#: Mode, width and height of an image.
+Header: TypeAlias = tuple[str, int, int]
 #: Decodes an opened image, or returns why it cannot be used.
 Look = Callable[[Image.Image], NDArray[np.uint8] | str]
 
@@ -70,7 +72,7 @@ def read_images(declared: Declaration) -> Reading:
         look = partial(decode, shape=shape, levels=declared.settings.levels)
         file = _decoded(path, [image.path for image in images], shape, look)
     arrays = folders.arrays(lambda rows: Rows(file, rows), file.faults)
-    return Reading(arrays, left_out(folders.skipped), folders.classes)
+    return Reading(arrays, left_out(folders.skipped), folders.classes, converted=True)
 
 
 def _read_new(declared: Declaration) -> Reading:
@@ -79,13 +81,13 @@ def _read_new(declared: Declaration) -> Reading:
     if not names:
         return new_reading(declared, np.empty((0, *declared.shape), np.uint8), [], {}, strays)
     images = [file_at(str(declared.path / name)) for name in names]
-    look = partial(_decode_new, declared=declared)
+    look = partial(decode_new, declared=declared)
     path = _decoded_file(declared, images)
     file = _decoded(path, [image.path for image in images], declared.shape, look)
     return new_reading(declared, Rows(file, np.arange(len(file))), names, file.faults, strays)
 
 
-def _decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] | str:
+def decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] | str:
     """Return a new image, decoded, or why it does not fit the model.
 
     Images are converted only if those of the training were.
@@ -128,10 +130,10 @@ def _survey(
     if channels is not None and size is not None:
         return channels, size, size
 
-    def header(image: FoundFile) -> tuple[str, int, int] | str:
+    def header(image: FoundFile) -> Header | str:
         return looked_at(image.path, lambda opened: (opened.mode, *size_of(opened)))
 
-    headers, faults = dict[str, tuple[str, int, int]](), []
+    headers, faults = dict[str, Header](), []
     with ThreadPoolExecutor(usable_cores()) as pool:
         for image, seen in zip(images, pool.map(header, images), strict=True):
             path = image.path
@@ -141,11 +143,22 @@ def _survey(
                 headers[path] = seen
     if not declared.settings.skip_bad:
         said += complaints(faults, UNLESS_SKIPPED)
+    return shape_of_all(declared, headers, said)
+
+
+def shape_of_all(
+    declared: Declaration, headers: Mapping[str, Header], said: list[str]
+) -> tuple[int, int, int]:
+    """Return channels, height and width, as declared or of all images.
+
+    Adds a fault to ``said``. ``headers`` are the mode, width and height of each image by its name.
+    """
+    channels, size = declared.channels, declared.settings.image_size
     colour = any(mode.partition(";")[0] not in GREY for mode, *_ in headers.values())
     channels = channels or (3 if colour else 1)
     if size is not None:
         return channels, size, size
-    sizes = {(h, w): path for path, (_, w, h) in reversed(headers.items())}
+    sizes = {(h, w): path for path, (_, w, h) in reversed([*headers.items()])}
     if len(sizes) > 1:
         some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
         said.append(
@@ -257,16 +270,21 @@ def size_of(opened: Image.Image) -> tuple[int, int]:
     return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
 
 
+def seen_in(image: Image.Image, look: Callable[[Image.Image], Seen]) -> Seen | str:
+    """Return the result of ``look`` at an opened image, or why it is none of one public range."""
+    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+        fault = "has 32 bits per pixel, for which there is no public range"
+        return f"{fault} (save it with 8 or 16 bits)"
+    if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
+        return "has several frames or pages (save each as a file of its own)"
+    return look(image)
+
+
 def looked_at(path: str, look: Callable[[Image.Image], Seen]) -> Seen | str:
     """Open an image and return the result of ``look``, or why it cannot be read."""
     try:
         with open(path, "rb") as file, Image.open(file) as image:
-            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-                fault = "has 32 bits per pixel, for which there is no public range"
-                return f"{fault} (save it with 8 or 16 bits)"
-            if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
-                return "has several frames or pages (save each as a file of its own)"
-            return look(image)
+            return seen_in(image, look)
     except UnidentifiedImageError:  # its message names an object of Python
         return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)

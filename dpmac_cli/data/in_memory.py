@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.config.facts import InMemoryData, in_memory
 from dpmac_cli.config.flags import unknown
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.data.reader import Reading, register_reader
+from dpmac_cli.data.reader import Reading, as_array, register_reader
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
@@ -103,24 +102,8 @@ def read_in_memory(declared: Declaration) -> Reading:
 
 def as_new(values: Any) -> InMemoryData:
     """Return records without labels: an array or a list of texts, or a data frame."""
-    if hasattr(values, "columns") or hasattr(values, "column_names"):
-        return InMemoryData(Path("the table"), frame=values)
-    return InMemoryData(Path("the array"), {"x": as_array(values, "x")})
-
-
-def as_array(values: Any, name: str) -> NDArray[Any]:
-    """Return an array; a list with texts becomes one of objects, so that no item changes another.
-
-    Raises InputError.
-    """
-    texts = isinstance(values, list | tuple) and any(isinstance(item, str) for item in values)
-    try:
-        return np.array(values, object) if texts else np.asarray(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
-        raise InputError(
-            f"numpy cannot convert {name} to an array ({type(failure).__name__}). All records need "
-            "one shape and type."
-        ) from failure
+    frame = in_memory(values)
+    return frame or InMemoryData(Path("the array"), {"x": as_array(values, "x")})
 
 
 def from_dataframe(

@@ -12,7 +12,7 @@ from dpmac_cli.config.facts import published_facts, refuse
 from dpmac_cli.config.networks import BACKBONES
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.tokens import TOKENS, TextReader
-from dpmac_cli.data import array_file, image_folder, in_memory, table, text_folder
+from dpmac_cli.data import array_file, hugging_face, image_folder, in_memory, table, text_folder
 from dpmac_cli.data.arrays import dataset_of_arrays
 from dpmac_cli.data.dataset import Dataset, Declaration, NewRecords
 from dpmac_cli.data.published import read_published
@@ -21,7 +21,7 @@ from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.files import data_folder
 
 #: Modules that register the readers.
-KINDS = (array_file, image_folder, in_memory, table, text_folder)
+KINDS = (array_file, hugging_face, image_folder, in_memory, table, text_folder)
 
 
 def read(

@@ -6,15 +6,36 @@ readers: :func:`~dpmac_cli.data.arrays.dataset_of_arrays`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dpmac_cli.config.facts import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.errors import InputError
 
+#: Lists that name new records.
+NAMES = ("name", "id")
 #: Records and what is declared of them, by name; decoded images are Rows of a file.
 ArrayDict = dict[str, Any]
+
+
+def as_array(values: Any, name: str) -> NDArray[Any]:
+    """Return an array; a list with texts becomes one of objects, so that no item changes another.
+
+    Raises InputError.
+    """
+    texts = isinstance(values, list | tuple) and any(isinstance(item, str) for item in values)
+    try:
+        return np.array(values, object) if texts else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
+        raise InputError(
+            f"numpy cannot convert {name} to an array ({type(failure).__name__}). All records need "
+            "one shape and type."
+        ) from failure
 
 
 @dataclass(frozen=True)
@@ -28,11 +49,13 @@ class Reading:
             ``id``, lists that name each record in the predictions.
         left_out: records that cannot be used, with ``skip_bad``.
         classes: names of classes that were found, if none are declared.
+        converted: whether images have the channels and the size that settings declare.
     """
 
     arrays: ArrayDict
     left_out: LeftOut = field(default=NONE_LEFT_OUT)
     classes: tuple[str, ...] = ()
+    converted: bool = False
 
 
 Reads = Callable[[Declaration], Reading]
@@ -45,6 +68,13 @@ def register_reader(name: str, fits: Callable[[Declaration], bool]) -> Callable[
 
     A reader must read each record by itself, so that no record changes how another one is read, and
     take what is public, such as ``classes`` and ``low``, from declarations.
+
+    ::
+
+        @register_reader("sounds", fits=lambda declared: declared.path.name.endswith("-sounds"))
+        def read_sounds(declared: Declaration) -> Reading:
+            ...
+            return Reading({"x": x, "y": y, "low": -1, "high": 1})
 
     Args:
         name: name of the kind. An earlier reader of the name is replaced.
@@ -69,7 +99,12 @@ def reading_of(declared: Declaration) -> Reading:
     """Read a dataset with the reader of its kind. Raises InputError with every fault found."""
     if kind := kind_of(declared):
         _, read = READERS[kind]
-        return read(declared)
+        reading = read(declared)
+        arrays = {
+            name: of if isinstance(of, Rows) or name in NAMES else as_array(of, name)
+            for name, of in reading.arrays.items()
+        }
+        return replace(reading, arrays=arrays)
     if not declared.path.is_file():
         raise InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
     raise InputError(

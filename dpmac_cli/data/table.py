@@ -1,7 +1,7 @@
 """Read tables in CSV or Parquet files, or data frames, according to their schema."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.csv_file import UTF16, CsvFile
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.hugging_face import is_hugging_face
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.data.row_text import keys_of
@@ -108,7 +109,8 @@ class TableRows:
 def _is_table(declared: Declaration) -> bool:
     """Return whether a dataset is a table in a file, or a data frame."""
     if declared.in_memory is not None:
-        return declared.in_memory.frame is not None
+        frame = declared.in_memory.frame
+        return (frame is not None and not is_hugging_face(frame)) or declared.schema is not None
     return declared.path.is_file() and declared.path.suffix in TABLES
 
 
@@ -122,6 +124,11 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     """Return the records of a table to train on. Raises InputError with every fault found."""
     path, schema, settings = declared_as.path, declared_as.schema, declared_as.settings
     unit, skip_bad = settings.unit, settings.skip_bad
+    if schema is None and declared_as.in_memory is not None:
+        raise InputError(
+            f"{path} needs a schema that declares its columns, as in docs/own-tables.md. Add "
+            "{schema=}schema.yaml."
+        )
     if schema is None:
         raise InputError(
             f"{path} needs a schema that declares its columns. Create a draft with: "
@@ -349,6 +356,10 @@ def _parquet_schema(path: Path) -> pa.Schema:
 def table_of(frame: Any, unit: str | None = None) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
+        if isinstance(frame, Mapping):
+            raise ValueError(f"it has the splits {', '.join(frame)}; pass one of them")
+        if is_hugging_face(frame):
+            frame = frame.with_format("arrow")[:]
         if isinstance(frame, pa.Table):
             return frame
         names = list(map(str, frame.columns))

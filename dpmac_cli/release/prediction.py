@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, InMemoryData, LeftOut
+from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, LeftOut
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
@@ -55,7 +55,7 @@ class Scored:
 
 def score(
     path: Path | str,
-    dataset: str | InMemoryData | None = None,
+    dataset: Any = None,
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
@@ -288,7 +288,7 @@ class Predictions:
 
 def predict(
     run: Path | str,
-    data: Path | str | NDArray[Any] | Sequence[str],
+    data: Any,
     device: str = "auto",
     factory: str | None = None,
     network: Network | None = None,
@@ -303,7 +303,8 @@ def predict(
     Args:
         run: a run folder or a model file.
         data: a folder of images or texts, an .npz with an array x, or a table, like the model's
-            training data; or the array x itself, or a list of texts.
+            training data; or in memory the array x itself, a list of texts, a data frame, or a
+            dataset of Hugging Face.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
         network: instead, a network of the program: see :func:`load_model`.

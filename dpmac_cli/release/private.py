@@ -45,7 +45,8 @@ class PrivateTraining(PrivateProgram):
     Args:
         model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
             in place: its parameters become views of one vector.
-        data: name or path of a dataset, or records in memory.
+        data: name or path of a dataset, or records in memory: a data frame, a dataset of Hugging
+            Face, :class:`~dpmac_cli.ArrayData` or the result of :func:`~dpmac_cli.from_torch`.
         settings: settings as a model; ``model``, ``data`` and ``loss`` replace its own.
         loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
             (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
@@ -83,7 +84,7 @@ class PrivateTraining(PrivateProgram):
     def __init__(
         self,
         model: nn.Module,
-        data: str | Path | InMemoryData,
+        data: Any,
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,

@@ -1,0 +1,248 @@
+"""Datasets of Hugging Face and data frames are passed as they are, and train in three lines."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from PIL import Image as Pillow
+
+from dpmac_cli import finish, make_private, predict, resolve, train
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.data.dataset import Dataset as Records
+from dpmac_cli.data.read import read
+from dpmac_cli.errors import InputError
+from tests.tiny_bert import write_encoder
+
+COUNT = 60
+QUICK: dict[str, Any] = {"sigma": 4, "steps": 2, "batch_size": 8, "device": "cpu", "out": "run"}
+
+
+# A stand-in for the library's classes, with their names and what they do.
+
+
+class Value:
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+
+class ClassLabel:
+    dtype = "int64"
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+
+class Image:
+    dtype = "PIL.Image.Image"
+
+
+class List:
+    def __init__(self, feature: Value) -> None:
+        self.feature = feature
+
+
+class Dataset:
+    """Rows of columns; values are tensors or lists of arrow unless the format is None."""
+
+    def __init__(self, columns: Mapping[str, Any], features: Mapping[str, Any]) -> None:
+        self._columns, self._features = dict(columns), dict(features)
+        self._format: str | None = "torch"
+
+    @property
+    def features(self) -> dict[str, Any]:
+        return self._features
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self._columns)
+
+    def with_format(self, kind: str | None) -> Self:
+        other = type(self)(self._columns, self._features)
+        other._format = kind
+        return other
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._format == "arrow":
+            return pa.table(self._columns)[key]
+        assert self._format is None, "values in a format of tensors were read"
+        if isinstance(key, str):
+            return self._columns[key]
+        return {name: values[key] for name, values in self._columns.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+
+class DatasetDict(dict[str, Dataset]):
+    @property
+    def column_names(self) -> dict[str, list[str]]:
+        return {name: part.column_names for name, part in self.items()}
+
+    def with_format(self, kind: str | None) -> "DatasetDict":
+        return DatasetDict({name: part.with_format(kind) for name, part in self.items()})
+
+
+CLASSES = ["well", "ill"]
+TEXT = {"text": Value("string"), "label": ClassLabel(CLASSES), "idx": Value("int32")}
+
+
+def texts(count: int = COUNT) -> Dataset:
+    words = [f"a {'cat' if row % 2 else 'dog'} {'a ' * (row % 9)}" for row in range(count)]
+    labels = [row % 2 for row in range(count)]
+    return Dataset({"text": words, "label": labels, "idx": [*range(count)]}, TEXT)
+
+
+def pictures(size: int = 8, *, mode: str = "L", count: int = COUNT) -> Dataset:
+    images = [Pillow.new(mode, (size, size), row) for row in range(count)]
+    of = {"image": Image(), "label": ClassLabel(CLASSES)}
+    return Dataset({"image": images, "label": [row % 2 for row in range(count)]}, of)
+
+
+def vectors() -> Dataset:
+    x = np.random.default_rng(0).random((COUNT, 5)).tolist()
+    of = {"embedding": List(Value("float32")), "label": ClassLabel(CLASSES)}
+    return Dataset({"embedding": x, "label": [row % 2 for row in range(COUNT)]}, of)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def records(dataset: Any, **settings: Any) -> Records:
+    return read(Settings(dataset=dataset, **settings))
+
+
+def test_a_dataset_of_texts_with_labels_trains_and_predicts(tmp_path: Path) -> None:
+    """Classes are the names of its labels, and a column of numbers is none of its records."""
+    encoder = str(write_encoder(tmp_path / "encoder"))
+    run = finish(train(resolve(dataset=texts(), backbone=encoder, tokens=16, **QUICK)))
+    assert run.report["classes"] == CLASSES
+    assert run.report["dataset"]["name"] == "dataset"
+    found = predict("run", texts(7))
+    assert found.probabilities.shape == (7, 2)
+
+
+def test_splits_are_those_of_the_dataset(tmp_path: Path) -> None:
+    parts = DatasetDict(train=pictures(), validation=pictures(count=9), test=pictures(count=20))
+    data = records(parts)
+    assert (data.facts.train_size, data.facts.test_size, data.facts.held_out) == (60, 20, False)
+    assert data.train.x[7, 0].tolist() == [[7] * 8] * 8
+    with pytest.raises(InputError, match="has the splits a, but none is train"):
+        records(DatasetDict(a=pictures()))
+
+
+def test_images_are_converted_like_those_of_a_folder() -> None:
+    data = records(pictures())
+    assert data.facts.shape == (1, 8, 8)
+    assert data.facts.inferred == ("channels", "image size")
+    assert data.train.x.dtype == np.uint8
+    colour = records(pictures(mode="RGB"), image_size=4, channels="3")
+    assert (colour.facts.shape, colour.facts.inferred) == ((3, 4, 4), ())
+    mixed = Dataset(
+        {
+            "image": [Pillow.new("L", (8 + row % 2, 8)) for row in range(COUNT)],
+            "label": [row % 2 for row in range(COUNT)],
+        },
+        pictures().features,
+    )
+    with pytest.raises(
+        InputError, match=r"2 sizes: 8x8 \(0 of x\) and 8x9 \(1 of x\). Add --image-size N"
+    ):
+        records(mixed)
+    assert records(mixed, image_size=8).facts.shape == (1, 8, 8)
+
+
+def test_vectors_need_a_public_range() -> None:
+    data = records(vectors(), feature_range="0,1")
+    assert data.train.x.shape[1:] == (5,)
+    with pytest.raises(InputError, match="rows of numbers need a public range"):
+        records(vectors())
+
+
+def test_what_no_dataset_can_be_read_as_is_said() -> None:
+    two = {**TEXT, "other": Value("string")}
+    full = {**texts()._columns, "other": ["a"] * COUNT}
+    with pytest.raises(InputError, match="the columns text, other of texts, images or vectors"):
+        records(Dataset(full, two))
+    unlabelled = Dataset({"text": ["a"] * COUNT}, {"text": Value("string")})
+    with pytest.raises(InputError, match="has no column of classes"):
+        records(unlabelled)
+    with pytest.raises(InputError, match="Add an encoder"):
+        records(texts())
+    missing = pictures()
+    missing._columns["image"][3] = None
+    with pytest.raises(InputError, match=r"Record 3 of x is missing. Leave them out with"):
+        records(missing)
+
+
+@pytest.mark.promise("unit")
+def test_units_are_those_of_a_column() -> None:
+    of = {**pictures().features, "person": Value("string")}
+    persons = [f"p{row // 3}" for row in range(COUNT)]
+    data = records(Dataset({**pictures()._columns, "person": persons}, of), unit="person")
+    assert data.facts.train_size + data.facts.test_size == COUNT // 3
+    assert not {*np.array(data.train.unit)} & {*np.array(data.test.unit)}
+
+
+SCHEMA = """
+label: {column: sick, classes: [no, yes]}
+columns:
+  age: {range: [0, 100]}
+  ward: {categories: [north, south]}
+"""
+
+
+def columns() -> dict[str, Any]:
+    return {
+        "age": [row % 90 for row in range(COUNT)],
+        "ward": [("north", "south")[row % 3 == 0] for row in range(COUNT)],
+        "sick": [("no", "yes")[row % 2] for row in range(COUNT)],
+    }
+
+
+FRAMES: dict[str, Any] = {
+    "pandas": pd.DataFrame,
+    "polars": pl.DataFrame,
+    "pyarrow": pa.table,
+    "Hugging Face": lambda of: Dataset(of, {name: Value("string") for name in of}),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_table_in_memory_trains_and_predicts_with_its_schema(kind: str) -> None:
+    """All hold the same records on the same side."""
+    Path("schema.yaml").write_text(SCHEMA)
+    pd.DataFrame(columns()).to_csv("table.csv", index=False)
+    frame = FRAMES[kind](columns())
+    run = finish(train(resolve(dataset=frame, schema="schema.yaml", **QUICK)))
+    assert run.report["dataset"]["train_size"] + run.report["dataset"]["test_size"] == COUNT
+    filed = records("table.csv", schema="schema.yaml")
+    held = records(frame, schema="schema.yaml")
+    assert np.array_equal(held.train.x, filed.train.x)
+    assert np.array_equal(held.test.x, filed.test.x)
+    assert np.array_equal(predict("run", frame).answers, predict("run", "table.csv").answers)
+
+
+def test_a_frame_needs_a_schema_and_may_have_any_column() -> None:
+    with pytest.raises(InputError, match="<table> needs a schema that declares its columns"):
+        resolve(dataset=pd.DataFrame(columns()), **QUICK)
+    odd = pd.DataFrame({**columns(), "features": 1, "column_names": 2, "with_format": 3})
+    Path("schema.yaml").write_text(f"{SCHEMA}drop: [features, column_names, with_format]\n")
+    assert resolve(dataset=odd, schema="schema.yaml", **QUICK).plan.facts.name == "table"
+
+
+def test_a_network_of_a_program_takes_a_dataset() -> None:
+    import torch  # noqa: PLC0415
+
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    settings = {name: QUICK[name] for name in ("sigma", "steps", "batch_size", "device")}
+    assert make_private(net, pictures(), **settings).step() == 1
