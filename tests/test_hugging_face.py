@@ -246,3 +246,12 @@ def test_a_network_of_a_program_takes_a_dataset() -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     settings = {name: QUICK[name] for name in ("sigma", "steps", "batch_size", "device")}
     assert make_private(net, pictures(), **settings).step() == 1
+
+
+def test_a_model_of_a_table_takes_no_array() -> None:
+    Path("schema.yaml").write_text(SCHEMA)
+    finish(train(resolve(dataset=pd.DataFrame(columns()), schema="schema.yaml", **QUICK)))
+    with pytest.raises(InputError, match="which was trained on a table"):
+        predict("run", np.zeros((3, 4)))
+    with pytest.raises(InputError, match="which was trained on a table"):
+        predict("run", ["a text"])

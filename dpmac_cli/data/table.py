@@ -109,8 +109,8 @@ class TableRows:
 def _is_table(declared: Declaration) -> bool:
     """Return whether a dataset is a table in a file, or a data frame."""
     if declared.in_memory is not None:
-        frame = declared.in_memory.frame
-        return (frame is not None and not is_hugging_face(frame)) or declared.schema is not None
+        frame, schema = declared.in_memory.frame, declared.schema
+        return frame is not None and (schema is not None or not is_hugging_face(frame))
     return declared.path.is_file() and declared.path.suffix in TABLES
 
 

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, LeftOut
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
@@ -80,8 +81,23 @@ def score(
     released = load_model(path, where, factory=factory, network=network)
     file, facts = released.path, released.header
     below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
-    read_data = _data_to_score(released, below, chosen)
-    known = read_data.facts
+    if chosen.dataset in DATASETS:  # before its files are downloaded
+        _check_fits(released, published_facts(str(chosen.dataset), chosen.unit))
+    data = _data_to_score(released, below, chosen)
+    known = data.facts
+    _check_fits(released, known)
+    return Scored(
+        result=_evaluated(released.model, facts, on_device(data, where)),
+        dataset=known.name,
+        path=file,
+        covered=facts.privacy.covered_scores is not None,
+        held_out=known.held_out,
+    )
+
+
+def _check_fits(released: Released, known: DataFacts) -> None:
+    """Raise ModelError if a model does not fit a dataset."""
+    file, facts = released.path, released.header
     if known.shape != facts.input.shape:
         raise ModelError(
             f"{file} does not fit {known.name}: it takes records of shape "
@@ -93,13 +109,6 @@ def score(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
-    return Scored(
-        result=_evaluated(released.model, facts, on_device(read_data, where)),
-        dataset=known.name,
-        path=file,
-        covered=facts.privacy.covered_scores is not None,
-        held_out=known.held_out,
-    )
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
