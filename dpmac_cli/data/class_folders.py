@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,15 +121,13 @@ class ClassFolders:
         if label == NO_CLASS:
             return f"belongs to no class ({', '.join(self.classes)})"
         try:
-            facts = os.stat(path)
+            found = file_at(path, label)
         except OSError as failure:  # such as a broken link, or one to itself
             return f"cannot be read as {self._what[0]} ({failure.strerror})"
         if not self._is_record(path):
             text = path.lower().endswith(".txt")
             return f"is not {self._what[0]}" + " (texts need {backbone=}minilm)" * text
-        if not stat.S_ISREG(facts.st_mode):
-            return "is not a regular file"
-        return FoundFile(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
+        return found if os.path.isfile(path) else "is not a regular file"
 
     def arrays(
         self, x: Callable[[NDArray[np.int64]], Any], bad: Mapping[int, str]
@@ -186,10 +183,10 @@ def splits_of(declared: Declaration) -> list[Path]:
     return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
 
 
-def file_at(path: str) -> FoundFile:
-    """Describe a file of no class. Raises OSError."""
+def file_at(path: str, label: int = NO_CLASS) -> FoundFile:
+    """Describe a file without opening it. Raises OSError."""
     facts = os.stat(path)
-    return FoundFile(path, NO_CLASS, facts.st_size, facts.st_ctime_ns, facts.st_ino)
+    return FoundFile(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
 
 def is_hidden(name: str) -> bool:

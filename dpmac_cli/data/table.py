@@ -30,6 +30,7 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.targets import CLASSES, DECLARED, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.units import unit_name, units_in
@@ -135,9 +136,8 @@ def _read_labelled(declared_as: Declaration) -> Reading:
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "{schema=}schema.yaml."
         )
-    table = None if declared_as.in_memory is None else table_of(declared_as.in_memory.frame, unit)
-    file, declared = CsvFile(path, schema.encoding, schema.delimiter), schema.declared
-    names = table.column_names if table is not None else list(column_kinds(file))
+    file, table, names = _opened(declared_as, schema)
+    declared = schema.declared
     if unit is not None:
         declared = tuple(dict.fromkeys([*declared, unit]))
     strange = [name for name in names if name not in declared]
@@ -180,6 +180,17 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     return Reading(arrays, left_out)
 
 
+def _opened(
+    declared: Declaration, schema: TableSchema
+) -> tuple[CsvFile, pa.Table | None, list[str]]:
+    """Return a table in a file, or in memory, and the names of its columns. Raises InputError."""
+    file = CsvFile(declared.path, schema.encoding, schema.delimiter)
+    if declared.in_memory is None:
+        return file, None, list(column_kinds(file))
+    table = table_of(declared.in_memory.frame, declared.settings.unit)
+    return file, table, table.column_names
+
+
 def _units(name: str, rows: TableRows, missing_words: Sequence[str]) -> NDArray[np.str_]:
     """Return the unit of each record, and add those that have none to ``rows``."""
     cells = rows.cells[name]
@@ -210,9 +221,8 @@ def read_inputs(declared: Declaration) -> Reading:
     """
     path, schema, skip_bad = declared.path, declared.schema, declared.settings.skip_bad
     assert schema is not None  # noqa: S101  (the model has one)
-    table = None if declared.in_memory is None else table_of(declared.in_memory.frame)
-    file, columns = CsvFile(path, schema.encoding, schema.delimiter), schema.columns
-    names = table.column_names if table is not None else list(column_kinds(file))
+    file, table, names = _opened(declared, schema)
+    columns = schema.columns
     wanted = [column.name for column in columns]
     named_by = declared.id_column or ("id" if "id" in names else None)
     kept = [] if named_by is None else [named_by]
