@@ -506,6 +506,17 @@ def test_a_csv_is_read_in_any_encoding_with_any_delimiter_and_end_of_line(
 
 
 @pytest.mark.promise("reading")
+@pytest.mark.parametrize("encoding", ["utf-32", "utf-7", "iso2022_jp", "cp037", "no such"])
+def test_an_encoding_in_which_a_record_may_change_how_others_are_read_is_refused(
+    encoding: str,
+) -> None:
+    """Its lines cannot be told apart by their bytes, or a sign changes the meaning of all later."""
+    columns = {"c": NUMBER}
+    with pytest.raises(InputError, match="is no encoding with separate lines"):
+        schema_of({"label": LABEL, "columns": columns, "encoding": encoding}, "it")
+
+
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
 def test_utf_16_is_read_by_its_mark_line_by_line(tmp_path: Path, order: str) -> None:
     """As Excel writes "Unicode text", whatever encoding a schema declares."""
