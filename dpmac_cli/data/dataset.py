@@ -1,6 +1,5 @@
 """Your own dataset as it is declared, and a dataset as it is read: records in NumPy arrays."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NONE_LEFT_OUT, DataFacts, InMemoryData, LeftOut, PrivateNotes
+from dpmac_cli.config.facts import DataFacts, InMemoryData, PrivateNotes
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.table_schema import TableSchema
@@ -42,23 +41,6 @@ class Dataset:
     test: Split
     facts: DataFacts
     notes: PrivateNotes = field(default=PrivateNotes(), repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class NewRecords:
-    """Records without labels, for predictions.
-
-    Attributes:
-        x: as in :class:`Split`, but in the types of their file and not clipped to a range.
-        names: file names relative to their folder, or rows from 0.
-        ids: what names the records in a table; None without it.
-        left_out: records and files that cannot be used.
-    """
-
-    x: Any
-    names: Sequence[str] | Sequence[int]
-    ids: Sequence[str] | None = None
-    left_out: LeftOut = NONE_LEFT_OUT
 
 
 @dataclass(frozen=True)

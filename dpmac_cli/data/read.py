@@ -3,6 +3,7 @@
 All faults of its files are reported together. Nothing else opens files of records.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 # Each of these modules registers the readers of a kind.
@@ -14,9 +15,9 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.tokens import TOKENS, TextReader
 from dpmac_cli.data import array_file, hugging_face, image_folder, in_memory, table, text_folder
 from dpmac_cli.data.arrays import dataset_of_arrays
-from dpmac_cli.data.dataset import Dataset, Declaration, NewRecords
+from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.published import read_published
-from dpmac_cli.data.reader import reading_of
+from dpmac_cli.data.reader import Reading, reading_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.files import data_folder
 
@@ -50,19 +51,19 @@ def read_own(declared: Declaration) -> Dataset:
     return dataset_of_arrays(declared, reading_of(declared))
 
 
-def read_new(declared: Declaration) -> NewRecords:
-    """Read records without labels. Raises InputError with every fault found, or if there is none.
+def read_new(declared: Declaration) -> Reading:
+    """Read records without labels, with the ``name`` of each: of its file, or its row from 0.
 
-    Unusable ones are left out with ``skip_bad``.
+    Unusable ones are left out with ``skip_bad``. Raises InputError with every fault found, or if
+    there is no record.
     """
     reading = reading_of(declared)
-    x = reading.arrays["x"]
-    names = reading.arrays.get("name", range(len(x)))
-    if not len(names):
+    count = len(reading.arrays["x"])
+    if not count:
         what = f"{declared.path} contains no records"
         what += " that can be used" * bool(reading.left_out.records)
         refuse([what, *reading.left_out.reasons])
-    return NewRecords(x, names, reading.arrays.get("id"), reading.left_out)
+    return replace(reading, arrays={"name": range(count), **reading.arrays})
 
 
 def declaration(

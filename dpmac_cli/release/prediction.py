@@ -18,7 +18,7 @@ from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, pu
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.dataset import Dataset, Declaration, NewRecords
+from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
 from dpmac_cli.data.read import read, read_new
 from dpmac_cli.data.reader import kind_of
@@ -330,13 +330,13 @@ def predict(
     released = load_model(run, where, factory=factory, network=network)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
-    records = read_new(declared)
-    ends = _ends(records.x, declared.path, released.header)
-    inputs = partial(_inputs, released, records, ends, where)
-    answers = np.concatenate([*_answers(released, inputs(), len(records.names))])
+    reading = read_new(declared)
+    x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
+    ends = _ends(x, declared.path, released.header)
+    inputs = partial(_inputs, released, x, ends, where)
+    answers = np.concatenate([*_answers(released, inputs(), len(x))])
     texts = _continued(released, inputs(), length, temperature)
-    task, left_out = released.header.task, records.left_out
-    return Predictions(answers, task, records.names, records.ids, left_out, texts)
+    return Predictions(answers, released.header.task, names, ids, reading.left_out, texts)
 
 
 #: Tokens that a language model adds to a text by default.
@@ -361,19 +361,19 @@ def _continued(
 
 
 def _inputs(
-    released: Released, records: NewRecords, ends: NDArray[Any] | None, device: torch.device
+    released: Released, x: Any, ends: NDArray[Any] | None, device: torch.device
 ) -> Iterator[Tensor]:
     """Yield some records after the other as the network takes them.
 
-    ``ends`` is the range that numbers are clipped to.
+    ``x`` are all records, and ``ends`` is the range that numbers are clipped to.
     """
     known = released.header.input
     gain, offset = (
         each.reshape(-1, *[1] * (len(known.record) - 1))
         for each in standardisation(*known.constants, device)
     )
-    for rows in places(len(records.names), known.shape):
-        some = records.x[rows]
+    for rows in places(len(x), known.shape):
+        some = x[rows]
         values = some.read() if isinstance(some, Rows) else inputs_of(some, ends)
         batch = torch.from_numpy(values).to(device).reshape(-1, *known.record)
         if isinstance(some, Rows):  # convolutions are faster
