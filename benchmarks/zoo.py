@@ -225,7 +225,7 @@ def measure(name: str, kind: Kind, rounds: int) -> dict[str, Any]:
     model, batch = kind.build(), kind.records()
     plain = plain_step(copy.deepcopy(model), kind.loss)
     sampling = Poisson(n=RECORDS, batch_size=BATCH)
-    settings: dict[str, Any] = {"sigma": 1.0, "lr": 1e-3, "optimizer": "dp-adam", "seed": 0}
+    settings: dict[str, Any] = {"sigma": 1.0, "lr": 1e-3, "optimizer": "dp-adam"}
     settings |= {"example": batch, "steps": 1000, "physical_batch": BATCH}
     private = PrivateStep(model, kind.loss, sampling=sampling, **settings)
 

@@ -16,6 +16,7 @@ from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batch_invariance import (
+    LEAST_ROWS,
     TRIED,
     RowFilling,
     RunNetwork,
@@ -160,13 +161,18 @@ class ChunkedSum(ABC):
         """Return a way to run the network in which no record depends on others, and notes."""
         (base, _), (_, label) = map(self.per_sample.made_up, (TRIED, 1))
 
+        def labels_of(x: Any) -> Any:
+            return map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
+
         def run(x: Any) -> Any:
-            y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
             with code_of_network(x):
-                return self.per_sample.observed(x, y)
+                return self.per_sample.observed(x, labels_of(x))
 
         if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
             return RowFilling(), self.per_sample.notes
+        few = map_rows(itemgetter(slice(min(self.chunk, LEAST_ROWS))), base)
+        with without_gradients(self._parameters), code_of_network(few):
+            self.per_sample.choose_products(few, labels_of(few))
         filling = self._tried(run, base)
         if filling is None:
             self.per_sample.multiply_each_record_alone()

@@ -24,7 +24,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     RowFilling,
     find_filling,
 )
-from dpmac_cli.dp.clipping.matmul import matmul
+from dpmac_cli.dp.clipping.matmul import RowProducts, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.models import feature_cache
@@ -323,6 +323,108 @@ def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
 def test_random_numbers_are_not_taken_for_rounding() -> None:
     assert found("nothing", nn.Dropout(0.5)) == RowFilling()
     assert found("place", nn.Dropout(0.5)) is None
+
+
+def crafted(*shape: int) -> Tensor:
+    """Return numbers of very different sizes, whose sums show the order of their terms."""
+    return torch.ldexp(torch.randn(shape), torch.randint(-12, 13, shape))
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a @ b + bias, by torch where it rounds rows alike, as steps do."""
+    with RowProducts() as products:
+        found = a @ b if bias is None else torch.addmm(bias, a, b)
+    if products.needed:
+        return found
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("counts", [(16, 19, 31, 64, 300), (2, 7, 8, 15)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("terms", [1, 2, 5, 13, 22, 30, 32, 50, 250, 256, 784])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 10, 50, 250])
+def test_a_product_rounds_equal_rows_alike(
+    terms: int, columns: int, transposed: bool, counts: tuple[int, ...]
+) -> None:
+    """At any place. No chunk has fewer than 16 rows, unless all have the same number."""
+    torch.manual_seed(terms + columns)
+    b, bias = crafted(terms, columns), crafted(columns)
+    b = b.T.contiguous().T if transposed else b
+    for row in crafted(3, terms):
+        for more in (None, bias):
+            rows = [product(row.repeat(count, 1), b, more) for count in counts]
+            found = torch.cat(rows)
+            assert found.equal(found[:1].expand_as(found))
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "columns", "neither"])
+@pytest.mark.parametrize("records", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_is_that_of_matrices(
+    by_column: bool, layout: str, records: int, dtype: torch.dtype
+) -> None:
+    a, b, bias = torch.randn(records, 33), torch.randn(33, 40), torch.randn(20)
+    a = a.T.contiguous().T if by_column else a
+    b = {"rows": b[:, :20].clone(), "columns": b.T[:20].clone().T, "neither": b[:, ::2]}[layout]
+    a, b, bias = (t.to(dtype) for t in (a, b, bias))
+    for more in (None, bias):
+        expected = a.double() @ b.double() + (0 if more is None else more.double())
+        torch.testing.assert_close(product(a, b, more).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class LastOutput(nn.Module):
+    """A recurrent layer, and a linear one on its last output."""
+
+    def __init__(self, kind: Callable[..., nn.Module], size: int) -> None:
+        super().__init__()
+        self.layer, self.head = kind(5, size, batch_first=True), nn.Linear(size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.layer(x.view(len(x), -1, 5))
+        logits: Tensor = self.head(outputs[:, -1])
+        return logits
+
+
+def of_sizes(*sizes: int, norm: bool = False) -> nn.Module:
+    """Return linear layers of these sizes with ReLU, and layer norm before it."""
+    first, hidden, last = sizes
+    more = [nn.LayerNorm(hidden)] if norm else []
+    return nn.Sequential(nn.Linear(first, hidden), *more, nn.ReLU(), nn.Linear(hidden, last))
+
+
+#: Networks with sizes that are no multiples of 16, by name, with their number of inputs.
+ORDINARY: dict[str, tuple[int, Callable[[], nn.Module]]] = {
+    "30-50-3": (30, partial(of_sizes, 30, 50, 3)),
+    "30-50-2": (30, partial(of_sizes, 30, 50, 2)),
+    "784-250-10": (784, partial(of_sizes, 784, 250, 10)),
+    "13-7-2 with layer norm": (13, partial(of_sizes, 13, 7, 2, norm=True)),
+    "10-32-1": (10, partial(of_sizes, 10, 32, 1)),
+    **{
+        f"{kind.__name__} {size}": (30, partial(LastOutput, kind, size))
+        for kind in (nn.RNN, nn.GRU, nn.LSTM)
+        for size in (3, 5, 8, 13, 20)
+    },
+}
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize("seed", rest_long(range(40), short=1))
+def test_no_ordinary_network_runs_record_by_record(name: str, seed: int) -> None:
+    """Whatever its weights are: a record by itself takes many times as long."""
+    inputs, build = ORDINARY[name]
+    torch.manual_seed(seed)
+
+    def squares(model: nn.Module, batch: Tensor) -> Tensor:
+        outputs: Tensor = model(batch)
+        return outputs.square().sum(1)
+
+    clipped = clipped_grad(build(), squares, ball(1.0), batch_size=256)
+    sums = clipped.prepare(torch.zeros(1, inputs))
+    assert sums.per_sample.vmapped, sums.notes
+    assert not sums.per_sample._by_row, sums.notes
 
 
 @pytest.mark.promise("alone")

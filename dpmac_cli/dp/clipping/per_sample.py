@@ -37,7 +37,7 @@ from dpmac_cli.dp.clipping.layer_calls import (
 )
 from dpmac_cli.dp.clipping.layer_rules import RULES, Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
-from dpmac_cli.dp.clipping.matmul import apply
+from dpmac_cli.dp.clipping.matmul import RowProducts, apply
 from dpmac_cli.dp.clipping.one_sample import SINGLE, TOLERANCE, OneSample, alike, row_of
 from dpmac_cli.dp.clipping.padding import read_otherwise
 from dpmac_cli.dp.clipping.vmap_support import (
@@ -144,6 +144,7 @@ class PerSample:
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
         flat = [name for names_of in self._names for name in names_of]
         self._alone = OneSample(loss, flat, views, rowwise=rowwise, weigh=weigh)
+        self._products: RowProducts | None = None  # how products are computed; None for torch's
         self._by_row = False  # whether each sample is multiplied with the weights by itself
         self._by_function: set[str] = set()  # those whose products are computed by F.linear
         # Calls of recorded layers: names of the layers, and shape of the output for one sample.
@@ -200,6 +201,16 @@ class PerSample:
             self._results = None
         uses = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
         return [losses, weights.value, *results, *tensors_in(uses)]
+
+    def choose_products(self, x: Batch, y: Batch) -> None:
+        """Compute products by torch from now on, if it rounds no row of this chunk by others.
+
+        That depends on the shapes of products alone, not on the network's weights.
+        """
+        self._products = RowProducts()
+        self(x, y)
+        if not self._products.needed:
+            self._products = None
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
@@ -296,7 +307,8 @@ class PerSample:
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
-        with torch.no_grad(), supported(), taps_on, DrawnAgain():
+        products = self._products or nullcontext()
+        with torch.no_grad(), supported(), taps_on, DrawnAgain(), products:
             (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
         if self._results is not None:
             self._results += results

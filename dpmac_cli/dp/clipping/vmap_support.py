@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.projections import masks_kept, replaced
 from dpmac_cli.dp.torch_errors import what_failed
 
@@ -61,7 +62,7 @@ def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return run(row.unsqueeze(0)).squeeze(0)
 
     def mapped(rows: Tensor) -> Tensor:
-        with torch.no_grad(), supported():
+        with torch.no_grad(), supported(), RowProducts():
             found: Tensor = vmap(one, randomness="different")(rows)
         return found
 
