@@ -498,9 +498,31 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
     part = finished.report["model"]["public_part"]
     assert part["trained_parameters"] == 512 * 10 + 10
-    kept, published = torch.load(published_resnet), load_file("run/model.safetensors")
-    assert torch.equal(kept["conv1.weight"], published["frozen.network.conv1.weight"])
-    assert not any("fc" in name for name in published)
+    published = load_file("run/model.safetensors")
+    assert all(name.startswith("head.") for name in published)
+    assert score("run").result.accuracy == finished.report["test"]["accuracy"]
+    found = load_model("run").model.get_submodule("frozen.network").get_parameter("conv1.weight")
+    assert torch.equal(found, torch.load(published_resnet)["conv1.weight"])
+
+
+@pytest.mark.usefixtures("published_resnet")
+def test_public_weights_of_ones_own_are_found_again_or_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weights = {n: t for n, t in get_model("resnet18").state_dict().items() if "tracked" not in n}
+    own, moved = tmp_path / "own.safetensors", tmp_path / "moved.safetensors"
+    save_file(weights, own)
+    finished = train_digits(
+        backbone="resnet18", backbone_size=32, pretrained=own, steps=2, out="run"
+    )
+    expected = finished.report["test"]["accuracy"]
+    assert score("run").result.accuracy == expected
+    own.rename(moved)
+    with pytest.raises(InputError, match="own.safetensors .SHA-256 .*Add --public"):
+        score("run")
+    assert score("run", public=moved).result.accuracy == expected
+    save_file({name: tensor + 1e-6 for name, tensor in weights.items()}, moved)
+    with pytest.raises(InputError, match="was trained on public weights with the SHA-256"):
+        score("run", public=moved)
 
 
 @pytest.mark.promise("features")

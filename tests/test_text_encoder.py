@@ -26,7 +26,14 @@ from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models import text_encoder
 from dpmac_cli.models.features import LoraLinear, WithHead, freeze
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, on_texts, token_mask
+from dpmac_cli.models.text_encoder import (
+    FILLED,
+    LENGTHS,
+    TextFeatures,
+    encoder_weights,
+    on_texts,
+    token_mask,
+)
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.search import plan_search
@@ -80,8 +87,22 @@ def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPat
     longer = read_encoder("encoder").of(((1, 60), (60 + WRITTEN + 2, 60)))
     seen = token_calls(monkeypatch)
     assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
-    assert all(len(ids) == 1 and ids.all() and mask is None for ids, mask in seen)
-    assert len(seen) == 2 * len(short)
+    assert {(len(ids) % FILLED, ids.shape[1] % LENGTHS) for ids, _ in seen} == {(0, 0)}
+    assert max(ids.shape[1] for ids, _ in seen) < 60
+
+
+@pytest.mark.promise("features")
+def test_other_texts_and_places_change_no_bit_of_a_vector(tiny: TextEncoder) -> None:
+    """In any number of texts, of any length."""
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, tiny.config.tokens, (150, 40), generator=draws)
+    lengths = torch.randint(1, 41, (150, 1), generator=draws)
+    ids = ids.where(torch.arange(40) < lengths, 0)
+    encoded = features(tiny).alone
+    together = encoded(ids)
+    for count in (1, 2, 7, 33, 100):
+        some = torch.randperm(150, generator=draws)[:count]
+        assert torch.equal(encoded(ids[some]), together[some])
 
 
 @pytest.mark.promise("features")

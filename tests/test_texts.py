@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, predict, resolve, score
@@ -78,13 +79,38 @@ def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
     return str(caught.value)
 
 
-def test_a_model_needs_no_encoder_once_it_is_published() -> None:
+def test_a_model_is_published_without_its_encoder_which_is_found_again() -> None:
     table()
     report = trained()
-    Path("encoder").rename("elsewhere")
-    assert score("run").result.accuracy == report["test"]["accuracy"]
+    assert Path("run", "model.safetensors").stat().st_size < 20_000
     table("new.csv", 10, seed=1)
-    assert len(predict("run", "new.csv").predicted) == 10
+    expected = predict("run", "new.csv").probabilities
+    Path("encoder").rename("elsewhere")
+    with pytest.raises(InputError) as caught:
+        predict("run", "new.csv")
+    assert "was trained on features of the public network encoder (SHA-256" in str(caught.value)
+    assert "Add --public with the folder of its encoder" in str(caught.value)
+    assert score("run", public="elsewhere").result.accuracy == report["test"]["accuracy"]
+    assert np.array_equal(predict("run", "new.csv", public="elsewhere").probabilities, expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_another_encoder_than_that_of_training_is_refused(name: str) -> None:
+    table()
+    trained()
+    shutil.copytree("encoder", "other")
+    file = Path("other", name)
+    if name == "model.safetensors":
+        tensors = load_file(file)
+        save_file({key: tensor + 1e-6 for key, tensor in tensors.items()}, file)
+    elif name == "tokenizer.json":
+        file.write_text(file.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    else:
+        form = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(form | {"layer_norm_eps": 1e-3}), encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        score("run", public="other")
+    assert "was trained on" in str(caught.value)
 
 
 @pytest.mark.promise("features")

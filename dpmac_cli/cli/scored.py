@@ -44,6 +44,13 @@ OwnFactory = Annotated[
 ]
 
 
+PublicNetwork = Annotated[
+    SomePath | None,
+    Field(
+        description="Folder of the text encoder, or file of the weights of the backbone, that the "
+        "model was trained on. [default: the registered one, or where its run says]"
+    ),
+]
 EvaluatedOn = Annotated[
     str | None,
     OneOf(DATASETS, OWN_DATA),
@@ -97,6 +104,7 @@ def evaluate(
     *,
     dataset: EvaluatedOn = None,
     model: OwnFactory = None,
+    public: PublicNetwork = None,
     audit: JudgeAudit = False,
     json: PrintJson = False,
     data_dir: DataDir = None,
@@ -120,7 +128,7 @@ def evaluate(
         _judge(found, verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
-        scored = late.prediction.score(run, dataset, data_dir, device, model)
+        scored = late.prediction.score(run, dataset, data_dir, device, model, public=public)
     if dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
@@ -133,6 +141,7 @@ def predict(
     data: NewRecords,
     *,
     model: OwnFactory = None,
+    public: PublicNetwork = None,
     out: Predictions = Path("predictions.csv"),
     force: ReplaceFile = False,
     skip_bad: SkipBad = False,
@@ -164,6 +173,7 @@ def predict(
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         found = late.prediction.predict(
             *(run, data, device, model),
+            public=public,
             skip_bad=skip_bad,
             id_column=id,
             length=length,

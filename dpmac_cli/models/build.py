@@ -23,7 +23,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
-from dpmac_cli.models.text_encoder import CausalModel, TextFeatures, on_texts
+from dpmac_cli.models.text_encoder import PUBLISHED_OF_TEXTS, CausalModel, TextFeatures, on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
 
@@ -95,12 +95,14 @@ def _behind(
         if features.config.causal:
             return on_texts(CausalModel(features), head)
         texts = TextFeatures(features, trained=not head_only)
-        return FrozenFeatures(texts, head, torch.float32) if head_only else on_texts(texts, head)
+        if not head_only:
+            return on_texts(texts, head)
+        return FrozenFeatures(texts, head, torch.float32, PUBLISHED_OF_TEXTS)
     if not isinstance(features, Backbone):
         return with_features(head, signature.shape, features.kind)
     backbone = PublicBackbone(features, signature)
     network = (
-        FrozenFeatures(backbone, head, torch.float16) if head_only else WithHead(backbone, head)
+        FrozenFeatures(backbone, head, torch.float16, ()) if head_only else WithHead(backbone, head)
     )
     network.at_a_time = at_a_time(features.size)
     return network

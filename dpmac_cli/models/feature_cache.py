@@ -19,11 +19,11 @@ from dpmac_cli.models.digest import digest
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.progress import report
 
-VERSION = 7
+VERSION = 8
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
-#: Records between reports of progress if the frozen part processes each one separately.
-SEPARATELY = 16
+#: Records between reports of progress if the frozen part itself keeps records apart.
+SEPARATELY = 512
 #: Records whose features enter a file's name, because features also depend on the code.
 PROBED = 16
 

@@ -1,13 +1,14 @@
 """Networks with a frozen, public part and a trained part.
 
 If all frozen layers come first, they run once on every record, and the trainer uses their outputs
-instead of images. The whole network is published and takes images. The features of a record depend
-on that record alone, so the guarantee is unchanged.
+instead of images. What is published is the trained part, and the name and checksum of a frozen part
+that is registered. The features of a record depend on that record alone, so the guarantee is
+unchanged.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -54,17 +55,32 @@ class FrozenFeatures(WithHead):
     """A network whose head alone is trained.
 
     Features have at least three dimensions besides the batch, and are rounded to the dtype
-    ``stored``, in both training and evaluation.
+    ``stored``, in both training and evaluation. Of the frozen part, a published model has the
+    tensors with the names ``published``; None for all.
     """
 
     #: Whether the frozen part is not built in, so that it sees one record at a time.
     own = False
-    #: Whether the frozen part itself processes each record separately.
+    #: Whether the frozen part itself keeps records apart, and uses threads.
     separate = False
 
-    def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
+    def __init__(
+        self,
+        frozen: nn.Module,
+        head: nn.Module,
+        stored: torch.dtype,
+        published: Collection[str] | None = None,
+    ) -> None:
         super().__init__(frozen, head)
-        self.stored = stored
+        self.stored, self._published = stored, published
+
+    def publishes(self, name: str) -> bool:
+        """Return whether a published model has a tensor, by its name in ``state_dict``.
+
+        Otherwise it is found again, by the name and checksum of public weights.
+        """
+        inside = name.removeprefix("frozen.")
+        return inside == name or self._published is None or inside in self._published
 
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 A text becomes one vector of norm 1: the mean of its tokens' vectors (Reimers and Gurevych 2019,
 arXiv 1908.10084), or the first. A frozen encoder's depends on that text alone, bit for bit: on a
-CPU each text is processed separately, at its own length; on a GPU all have one shape, and padding
-is masked. So they are in training, where :class:`~dpmac_cli.training.chunks.ChunkedSum` finds a way
-to run the network in which no record rounds others. There is no dropout.
+CPU a text is padded to a length that its own decides, and no row of a product rounds another; on a
+GPU all have one shape. Padding is masked. So it is in training, where
+:class:`~dpmac_cli.training.chunks.ChunkedSum` finds a way to run the network in which no record
+rounds others. There is no dropout.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize, pad
 
 from dpmac_cli.config.encoders import (
     CONFIG,
@@ -26,6 +27,8 @@ from dpmac_cli.config.encoders import (
     weight_files,
 )
 from dpmac_cli.config.writing import WRITTEN
+from dpmac_cli.dp.clipping.batch_invariance import fill_rows
+from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.libraries import transformers
 from dpmac_cli.models.features import LoraLinear, WithHead, by_threads
@@ -190,6 +193,15 @@ class Joined(nn.Module):
         return torch.cat([*(vector * scale for vector in own), others], 1)[:, :, None, None]
 
 
+#: Numbers of tokens that texts are padded to are multiples of this number.
+LENGTHS = 8
+#: Number of texts to encode at once, and divisor of it: fewer texts are filled up to a multiple of
+#: that, so that all products have a multiple of 64 rows.
+AT_ONCE, FILLED = 32, 8
+#: Names of tensors in :class:`TextFeatures` that a published model has: constants of the run.
+PUBLISHED_OF_TEXTS = ("joined.common",)
+
+
 class TextFeatures(OnTexts):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
@@ -218,18 +230,33 @@ class TextFeatures(OnTexts):
         return self.alone(ids)
 
     def alone(self, ids: Tensor) -> Tensor:
-        """Return the vectors of texts, each computed separately at its own length.
+        """Return the vectors of texts, none of which changes another's, bit for bit.
 
-        They have no gradient.
+        Each text is padded to the next multiple of :data:`LENGTHS`, which depends on that text
+        alone, and encoded with others of that length. They have no gradient.
         """
-        lengths = token_mask(ids).sum(1).tolist()
-        texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
+        places, batches = zip(*self._batches(ids), strict=True)
 
         @torch.no_grad()  # which holds for one thread
-        def vector(text: Tensor) -> Tensor:
-            return pooled(token_vectors(self.network, text), None, first=self.first)
+        def vectors(texts: Tensor) -> Tensor:
+            mask = token_mask(texts)
+            with RowProducts():
+                return pooled(token_vectors(self.network, texts, mask), mask, first=self.first)
 
-        return torch.cat(by_threads(vector, texts))
+        parts = zip(places, by_threads(vectors, batches), strict=True)
+        found = torch.cat([part[: len(some)] for some, part in parts])
+        return found[torch.cat(places).argsort()]
+
+    def _batches(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield places of texts of one padded length, and their tokens, filled up with copies."""
+        lengths = token_mask(ids).sum(1)
+        padded = -(lengths // -LENGTHS) * LENGTHS
+        padded = padded.clamp(max=max(ids.shape[1], self.encoder.config.longest))
+        ids = pad(ids, (0, max(0, int(padded.max()) - ids.shape[1])))
+        for length in sorted(set(padded.tolist())):
+            for places in torch.split((padded == length).nonzero()[:, 0], AT_ONCE):
+                rows = -(-len(places) // FILLED) * FILLED
+                yield places, fill_rows(ids[places, :length], rows)
 
 
 #: Numbers among the logits of texts that are processed at a time if no gradient is needed.

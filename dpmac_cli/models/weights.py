@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dpmac_cli.errors import InputError, ModelError, first_fault, panics_as_errors
-from dpmac_cli.models.features import LoraLinear
+from dpmac_cli.models.features import FrozenFeatures, LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
@@ -33,7 +33,8 @@ def first_faults(faults: Sequence[str]) -> str:
 def published(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in ``state_dict``.
 
-    LoRA updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
+    Those of registered features are left out, because they are found again by their checksum. LoRA
+    updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
     hooks and extra state may contain statistics of private records.
     """
     merged = {
@@ -41,11 +42,12 @@ def published(model: nn.Module) -> dict[str, Tensor]:
         for path, module in model.named_modules()
         if isinstance(module, LoraLinear)
     }
-    return {**_held(model), **merged}
+    held = {name: t for name, t in _held(model).items() if _is_published(model, name)}
+    return {**held, **merged}
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a published model by name, without copying them."""
+    """Return the tensors of a model by name, without copying them."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     added = {id(part) for layer in layers for part in (layer.down, layer.up)}
     return {
@@ -55,6 +57,10 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in (module._parameters | module._buffers).items()
         if tensor is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def _is_published(model: nn.Module, name: str) -> bool:
+    return not isinstance(model, FrozenFeatures) or model.publishes(name)
 
 
 @torch.no_grad()

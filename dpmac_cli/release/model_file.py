@@ -6,7 +6,8 @@ and facts.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,12 +20,21 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.config import networks as registry
 from dpmac_cli.config.datasets import Signature
-from dpmac_cli.config.encoders import EncoderConfig, TextEncoder, reader_of
+from dpmac_cli.config.encoders import (
+    ENCODERS,
+    EncoderConfig,
+    TextEncoder,
+    read_encoder,
+    reader_of,
+)
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
 from dpmac_cli.models import weights
+from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
+from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.models.text_encoder import encoder_weights
 from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder
@@ -38,6 +48,8 @@ FOREIGN = "was not written by dpmac train, or was modified"
 #: Parameters that a network may have beyond those of its file and is built nevertheless: 64 MiB.
 MOST_MISSING = 1 << 24
 WANTED = folder.WANTED_MODEL
+#: What to do where a public network is not found.
+ELSEWHERE = "Add {public} with the folder of its encoder, or the file of its backbone's weights."
 
 
 class Header(Facts):
@@ -75,8 +87,9 @@ def load_model(
     *,
     factory: str | None = None,
     network: Network | None = None,
+    public: Path | str | None = None,
 ) -> Released:
-    """Load a published model.
+    """Load a published model, with the public network whose features it was trained on.
 
     Args:
         path: a run folder or a model file.
@@ -84,14 +97,17 @@ def load_model(
         factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
         network: instead of ``factory``, a network that is defined in the program: its class or a
             function, called like a factory, or an instance, of which a copy gets the weights.
+        public: folder of the text encoder, or file of the weights of the backbone, that it was
+            trained on; None for a registered one, or for where the config.yaml beside it says.
 
     Raises:
-        InputError: the file does not exist, is not a dpmac model, or is damaged; or there is no
-            such factory.
+        InputError: the file does not exist, is not a dpmac model, or is damaged; there is no such
+            factory; or the public network is missing, or another one.
         ModelError: the network cannot be built, or does not fit the file.
     """
     file, tensors, kept, facts = _read(Path(path))
-    reference, features = _network(file, facts, factory, network), _features(file, facts)
+    reference = _network(file, facts, factory, network)
+    features = _features(file, facts, public)
     _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
     trained = getattr(facts.model.public_part, "train", None)
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
@@ -112,10 +128,66 @@ def load_model(
     ]:
         said = weights.first_faults(faults)
         raise ModelError(f"{file} does not fit the network {reference}: {said}.")
+    if isinstance(model, FrozenFeatures):
+        _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
     attach(model, _account(facts.privacy, facts.checksum))
-    reader = _text_reader(file, tensors, facts)
+    reader = _text_reader(file, tensors, facts, features)
     return Released(model.to(device).eval(), kept, file, facts, reader)
+
+
+def _add_public_weights(
+    file: Path,
+    facts: Facts,
+    model: FrozenFeatures,
+    features: registry.Features | None,
+    public: Path | str | None,
+) -> None:
+    """Load the weights that features are computed with, which the file names. Raises InputError."""
+    part, network = facts.model.public_part, model.get_submodule("frozen")
+    if isinstance(features, TextEncoder):
+        found, head = encoder_weights(features), None
+    elif isinstance(features, registry.Backbone):
+        found = _backbone_weights(file, facts, features.kind, public)
+        network, head = network.get_submodule("network"), registry.BACKBONES[features.kind].head
+    else:
+        return
+    if part is not None and found.sha256 != part.sha256:
+        raise InputError(
+            f"{file} was trained on public weights with the SHA-256 {part.sha256}, but that of "
+            f"{found.path} is {found.sha256}. {ELSEWHERE}"
+        )
+    for _ in found.adopted_by(network, head):
+        pass  # notes for training
+
+
+def _backbone_weights(
+    file: Path, facts: Facts, kind: str, public: Path | str | None
+) -> weights.PublicWeights:
+    """Read the weights of a backbone. Raises InputError."""
+    part = facts.model.public_part
+    if public is None and (part is None or part.pretrained is None):
+        return public_weights(kind)
+    return weights.read_weights(_place_of(file, facts, "pretrained", public))
+
+
+def _place_of(file: Path, facts: Facts, setting: str, public: Path | str | None) -> Path:
+    """Return where a public network of the user's own is. Raises InputError.
+
+    ``setting`` is the one of config.yaml that says so, unless ``public`` does.
+    """
+    if public is not None:
+        return Path(public)
+    with suppress(*folder.BROKEN):
+        place = Path(folder.settings(file.parent)[setting])
+        if place.exists():
+            return place
+    part = facts.model.public_part
+    name, sha256 = ("", "") if part is None else (part.pretrained or part.backbone, part.sha256)
+    raise InputError(
+        f"{file} was trained on features of the public network {name} (SHA-256 {sha256}), which is "
+        f"not part of the file. {ELSEWHERE}"
+    )
 
 
 def _check_size(
@@ -153,7 +225,12 @@ def _account(done: Privacy, checksum: str) -> Account:
     )
 
 
-def _text_reader(file: Path, tensors: Mapping[str, Tensor], facts: Facts) -> TextReader | None:
+def _text_reader(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    facts: Facts,
+    features: registry.Features | None,
+) -> TextReader | None:
     """Return how a published model reads texts; None if it is not for texts.
 
     Raises InputError if it has no tokenizer; ModelError if its network is not supported.
@@ -161,12 +238,22 @@ def _text_reader(file: Path, tensors: Mapping[str, Tensor], facts: Facts) -> Tex
     public = facts.model.public_part
     if public is None or public.encoder is None:
         return None
+    limit = facts.input.texts[0][1]
+    if isinstance(features, TextEncoder) and features.folder is not None:
+        return features.reader(limit)
     config = _encoder(file, public.encoder)
     try:
         content = tensors["frozen.vocabulary"].numpy().tobytes()
-        return reader_of(content, config, facts.input.texts[0][1])
+        return reader_of(content, config, limit)
     except (KeyError, ValueError) as failure:
         raise InputError(f"{file} {FOREIGN} (it has no tokenizer). {WANTED}") from failure
+
+
+def _encoder_of(file: Path, facts: Facts, named: str, public: Path | str | None) -> TextEncoder:
+    """Read the encoder that a model was trained on. Raises InputError."""
+    if public is None and named in ENCODERS:
+        return read_encoder(named)
+    return read_encoder(str(_place_of(file, facts, "backbone", public)))
 
 
 def _encoder(file: Path, form: Mapping[str, Any]) -> EncoderConfig:
@@ -201,16 +288,24 @@ def _network(
     return registry.parse_model(factory)
 
 
-def _features(file: Path, facts: Facts) -> registry.Features | None:
-    """Return the fixed features that the network takes. Raises ModelError."""
-    public = facts.model.public_part
-    if public is None or (named := public.backbone or public.features) is None:
+def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.Features | None:
+    """Return the fixed features that the network takes. Raises InputError and ModelError."""
+    part = facts.model.public_part
+    if part is None or (named := part.backbone or part.features) is None:
         return None
-    if public.encoder is not None:
-        config, texts = _encoder(file, public.encoder), facts.input.texts
-        return TextEncoder(named, config, texts, weight_bytes=file.stat().st_size)
-    if named in registry.BACKBONES and public.backbone_size is not None:
-        return registry.Backbone(named, public.backbone_size, public.backbone_flips)
+    if part.encoder is not None:
+        config, texts = _encoder(file, part.encoder), facts.input.texts
+        if part.train != "head":  # the file has the whole network
+            return TextEncoder(named, config, texts, weight_bytes=file.stat().st_size)
+        found = _encoder_of(file, facts, named, public)
+        if found.config != config:
+            raise InputError(
+                f"{file} was trained on another encoder or tokenizer than {found.folder}. "
+                f"{ELSEWHERE}"
+            )
+        return replace(found, kind=named, texts=texts)
+    if named in registry.BACKBONES and part.backbone_size is not None:
+        return registry.Backbone(named, part.backbone_size, part.backbone_flips)
     if named in registry.FEATURES:
         return registry.Scattered(named)
     raise ModelError(f"{file} needs features '{named}', which this version does not support.")

@@ -61,6 +61,7 @@ def score(
     device: str = "auto",
     factory: str | None = None,
     network: Network | None = None,
+    public: Path | str | None = None,
 ) -> Scored:
     """Score a published model on the whole test split.
 
@@ -72,13 +73,14 @@ def score(
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
         network: instead, a network of the program: see :func:`load_model`.
+        public: the public network that it was trained on: see :func:`load_model`.
 
     Raises:
         InputError: a file is missing or damaged.
         ModelError: the model does not fit the dataset.
     """
     where = choose_device(device)
-    released = load_model(path, where, factory=factory, network=network)
+    released = load_model(path, where, factory=factory, network=network, public=public)
     file, facts = released.path, released.header
     below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
     if chosen.dataset in DATASETS:  # before its files are downloaded
@@ -302,6 +304,7 @@ def predict(
     factory: str | None = None,
     network: Network | None = None,
     *,
+    public: Path | str | None = None,
     skip_bad: bool = False,
     id_column: str | None = None,
     length: int | None = None,
@@ -317,6 +320,7 @@ def predict(
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
         network: instead, a network of the program: see :func:`load_model`.
+        public: the public network that it was trained on: see :func:`load_model`.
         skip_bad: leave out unusable records instead of rejecting all.
         id_column: column of a table to keep beside each record; by default ``id``.
         length: number of tokens to add to a text; by default 50.
@@ -327,7 +331,7 @@ def predict(
         ModelError: the model cannot be built.
     """
     where = choose_device(device)
-    released = load_model(run, where, factory=factory, network=network)
+    released = load_model(run, where, factory=factory, network=network, public=public)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)

@@ -112,7 +112,7 @@ def prepare(
     data = data.shaped(record).computed_in(dtype_of(model))
     trained = model
     if parts is not None:
-        # On a CPU, each text is processed at its own length.
+        # On a CPU, texts are encoded in batches that depend on their lengths.
         parts.separate = isinstance(plan.features, TextEncoder) and device.type == "cpu"
         parts.own = own
         data, _ = featured(parts, data, _of_features(plan), cache_folder())
