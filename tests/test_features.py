@@ -517,7 +517,7 @@ def test_public_weights_of_ones_own_are_found_again_or_asked_for(tmp_path: Path)
     expected = finished.report["test"]["accuracy"]
     assert score("run").result.accuracy == expected
     own.rename(moved)
-    with pytest.raises(InputError, match="own.safetensors .SHA-256 .*Add --public"):
+    with pytest.raises(InputError, match=r"own\.safetensors .SHA-256 .*Add --public"):
         score("run")
     assert score("run", public=moved).result.accuracy == expected
     save_file({name: tensor + 1e-6 for name, tensor in weights.items()}, moved)
