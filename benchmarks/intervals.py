@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.data.units import units_of
-from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.intervals import clopper_pearson, size_of_shares
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.intervals import clopper_pearson, intervals, size_of_shares
+from dpmac_cli.tasks.task import Compared
 
 LARGEST, RESAMPLES = 10, 100
 
@@ -37,26 +38,33 @@ def accuracy(runs: int, units: int, share: float, icc: float | None) -> float:
     return inside / runs
 
 
-def drawn(draws: np.random.Generator, units: int, positives: float, shift: float) -> Classified:
+def drawn(draws: np.random.Generator, units: int, positives: float, shift: float) -> Compared:
     """Return answers to two classes; each unit has 1 to 4 records and a shift of its scores."""
     owners = np.repeat(np.arange(units), draws.integers(1, 5, units))
     labels = draws.random(owners.size) < positives
     noise = draws.standard_normal(owners.size) + shift * draws.standard_normal(units)[owners]
     score = 1 / (1 + np.exp(-(noise + np.where(labels, 1.5, -1.5))))
     scores = np.stack([1 - score, score], 1).astype(np.float32)
-    truth = np.stack([~labels, labels], 1)
-    guess = np.stack([score <= 0.5, score > 0.5], 1)
-    return Classified(truth, guess, scores, unit_of=units_of(owners).owners)
+    guess = (score > 0.5).astype(np.int64)
+    return Compared(labels.astype(np.int64), guess, units_of(owners).owners, scores)
 
 
-def others(runs: int, units: int, positives: float, shift: float) -> dict[str, float]:
+def others(
+    runs: int, units: int, positives: float, shift: float, resamples: int = RESAMPLES
+) -> dict[str, float]:
     """Return the coverage of the other metrics."""
-    names = ("balanced-accuracy", "f1", "auroc")
-    true = drawn(np.random.default_rng(0), 200_000, positives, shift).metrics()
+    names = (
+        *("balanced-accuracy", "f1", "auroc", "average-precision"),
+        *("sensitivity-at-specificity", "log-loss"),
+    )
+    metrics = [metric for metric in Classification.metrics if metric.name in names]
+    population = drawn(np.random.default_rng(0), 200_000, positives, shift)
+    true = {metric.name: metric.of(population) for metric in metrics}
     draws, inside = np.random.default_rng(units), dict.fromkeys(names, 0)
     for _ in range(runs):
         answers = drawn(draws, units, positives, shift)
-        found = answers.intervals(answers.metrics(), RESAMPLES)
+        values = {metric.name: metric.of(answers) for metric in metrics}
+        found = intervals(answers, Classification.metrics, values, resamples)
         for name in names:
             # A metric that is not defined is shown without an interval.
             inside[name] += not found[name][0] > true[name] and not found[name][1] < true[name]

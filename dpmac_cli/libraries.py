@@ -23,6 +23,7 @@ __all__ = (
     "rdp_privacy_accountant",
     "signal",
     "sklearn_datasets",
+    "sklearn_metrics",
     "special",
     "stats",
     "tokenizers",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from matplotlib import figure as mpl_figure
     from scipy import fft, optimize, signal, special, stats
     from sklearn import datasets as sklearn_datasets
+    from sklearn import metrics as sklearn_metrics
     from torch.optim import adam as fused_adam
     from torch.utils import data as torch_data
     from torchvision import datasets as vision_datasets
@@ -79,6 +81,7 @@ else:
     rdp_privacy_accountant = OnFirstUse("dp_accounting.rdp.rdp_privacy_accountant")
     signal = OnFirstUse("scipy.signal")
     sklearn_datasets = OnFirstUse("sklearn.datasets")
+    sklearn_metrics = OnFirstUse("sklearn.metrics")
     special = OnFirstUse("scipy.special")
     stats = OnFirstUse("scipy.stats")
     tokenizers = OnFirstUse("tokenizers")

@@ -42,11 +42,9 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.evaluation import Evaluation
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
@@ -98,12 +96,6 @@ def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: in
     gain, offset = torch.full((1, 1, 1), 1 / 64), torch.full((1, 1, 1), -2.0)
     constants = gain.to(dtype), offset.to(dtype)
     return Data(split(records), split(records // 2), *constants, class_task(CLASSES))
-
-
-def answers_of(result: Evaluation) -> Classified:
-    """The answers of a classifier as arrays."""
-    assert isinstance(result.results, Classified)
-    return result.results
 
 
 def class_task(count: int) -> Classification:

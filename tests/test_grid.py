@@ -39,7 +39,7 @@ from dpmac_cli.studies.results import (
     standing_of,
     write_comparison,
 )
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import after, digits
 
 ROOT = Path("study")

@@ -23,8 +23,8 @@ from dpmac_cli.config.networks import Trained
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 from dpmac_cli.release import prediction
-from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.language_model import LanguageModel
+from dpmac_cli.tasks.task import METRICS
 from tests.helpers import without
 from tests.tiers import rest_long
 from tests.tiny_bert import notes, text_inputs, write_network

@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,16 @@ from sklearn import metrics as sklearn
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from dpmac_cli.cli.display import as_tables
+from dpmac_cli.cli.display import as_tables, cells_by_class
 from dpmac_cli.data.units import Units, units_of
-from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.intervals import Sizes, clopper_pearson, effective_size
+from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
+from dpmac_cli.tasks.intervals import clopper_pearson, effective_size
 from dpmac_cli.training.evaluation import Evaluation, outputs
-from tests.helpers import answers_of, class_task
-
-CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
+from tests.helpers import class_task
 
 
 def evaluated_of(labels: Tensor, logits: Tensor) -> Evaluation:
     return Evaluation(0.0, logits, labels, class_task(logits.shape[1]))
-
-
-def scored(labels: Tensor, logits: Tensor) -> Classified:
-    return answers_of(evaluated_of(labels, logits))
 
 
 def drawn(classes: int, records: int = 400, share: float | None = None) -> tuple[Tensor, Tensor]:
@@ -52,7 +44,7 @@ def drawn(classes: int, records: int = 400, share: float | None = None) -> tuple
 @pytest.mark.parametrize(("classes", "share"), [(2, None), (2, 0.02), (3, None), (10, None)])
 def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
     labels, logits = drawn(classes, share=share)
-    found = scored(labels, logits).metrics()
+    found = evaluated_of(labels, logits).metrics
     truth, guess = labels.numpy(), logits.argmax(1).numpy()
     shares = logits.double().softmax(1).float().numpy()
     hot = np.eye(classes)[truth]
@@ -65,37 +57,52 @@ def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
     assert found["f1"] == pytest.approx(sklearn.f1_score(truth, guess, average="macro"))
     assert found["auroc"] == pytest.approx(sklearn.roc_auc_score(hot, shares))
     assert found["average-precision"] == pytest.approx(sklearn.average_precision_score(hot, shares))
-    sensitivity, specificity = scored(labels, logits).rates
-    assert sensitivity == pytest.approx(sklearn.recall_score(truth, guess, average=None).tolist())
+    sensitivity, specificity = rates(evaluated_of(labels, logits).compared)
+    assert sensitivity == pytest.approx(sklearn.recall_score(truth, guess, average=None))
+    assert found["log-loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-6
+    )
+    sides = hot[:, None] if classes == 2 else hot
+    best = [
+        max(
+            (scores[truth == 1] >= threshold).mean()
+            for threshold in [*np.unique(scores), math.inf]
+            if (scores[truth == 0] < threshold).mean() >= SPECIFICITY
+        )
+        for truth, scores in zip(sides.T, shares.reshape(len(truth), -1).T, strict=True)
+    ]
+    assert found["sensitivity-at-specificity"] == pytest.approx(np.mean(best))
     matrix = sklearn.multilabel_confusion_matrix(truth, guess)
-    assert specificity == pytest.approx((matrix[:, 0, 0] / matrix[:, 0].sum(1)).tolist())
+    assert specificity == pytest.approx(matrix[:, 0, 0] / matrix[:, 0].sum(1))
 
 
 def test_an_output_that_is_no_number_is_wrong_in_every_metric() -> None:
     labels, logits = drawn(3)
     spoiled = logits.clone()
     spoiled[::5] = torch.nan
-    whole, found = (scored(labels, some) for some in (logits, spoiled))
-    before, after = whole.metrics(), found.metrics()
-    for name in CHOSEN:
-        assert after[name] < before[name], name
+    whole, found = (evaluated_of(labels, some) for some in (logits, spoiled))
+    before, after = whole.metrics, found.metrics
+    for metric in Classification.metrics:
+        name = metric.name
+        assert metric.better(after[name]) < metric.better(before[name]), name
     lost = torch.arange(len(labels)) % 5 == 0
     right = (logits.argmax(1) == labels) & ~lost
     assert after["accuracy"] == pytest.approx(right.double().mean().item())
     assert evaluated_of(labels, spoiled).unanswered == 80
-    nothing = scored(labels, torch.full_like(logits, torch.nan)).metrics()
+    nothing = evaluated_of(labels, torch.full_like(logits, torch.nan)).metrics
     assert nothing.pop("average-precision") == pytest.approx(1 / 3, abs=0.05)  # all rank last
-    assert {nothing[name] for name in CHOSEN if name in nothing} == {0.0}
-    assert nothing["calibration-error"] == 1.0
+    assert nothing.pop("calibration-error") == 1.0
+    assert nothing.pop("log-loss") == pytest.approx(36.04, abs=0.01)  # the least share in float64
+    assert set(nothing.values()) == {0.0}
 
 
 def test_test_records_of_one_class_have_no_ranking() -> None:
-    answers = scored(torch.zeros(20, dtype=torch.int64), drawn(2, 20)[1])
+    answers = evaluated_of(torch.zeros(20, dtype=torch.int64), drawn(2, 20)[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, ends = (
             answers.values(),
-            answers.intervals(answers.metrics(), 50),
+            answers.intervals(resamples=50),
         )
     assert found["auroc"] is found["average_precision"] is None
     assert found["specificity"][0] is found["sensitivity"][1] is None
@@ -106,15 +113,15 @@ def test_test_records_of_one_class_have_no_ranking() -> None:
 @pytest.mark.parametrize("classes", [2, 3])
 def test_intervals_are_those_of_scikit_learn_on_resamples(classes: int) -> None:
     labels, logits = drawn(classes)
-    answers = scored(labels, logits)
-    points = answers.metrics()
-    found = answers.intervals(points, 1000)
-    assert found == answers.intervals(points, 1000)
+    answers = evaluated_of(labels, logits)
+    points = answers.metrics
+    found = answers.intervals(resamples=150)
+    assert found == answers.intervals(resamples=150)
     assert found.keys() == points.keys()
     generator, slow = np.random.default_rng(7), []
     for _ in range(100):
         rows = torch.from_numpy(generator.integers(len(labels), size=len(labels)))
-        slow.append(scored(labels[rows], logits[rows]).metrics())
+        slow.append(evaluated_of(labels[rows], logits[rows]).metrics)
     for name, (low, high) in found.items():
         values = np.array([some[name] for some in slow])
         centred = np.percentile(values, [2.5, 97.5]) - values.mean() + points[name]
@@ -137,8 +144,8 @@ def evaluated(
 @pytest.mark.parametrize(("right", "wrong"), [(65, 0), (60, 5), (1, 1), (0, 7), (990, 10)])
 def test_independent_records_have_the_exact_interval(right: int, wrong: int) -> None:
     wanted = binomtest(right, right + wrong).proportion_ci()
-    answers = answers_of(evaluated(right, wrong))
-    found = answers.intervals(answers.metrics(), 100)["accuracy"]
+    answers = evaluated(right, wrong)
+    found = answers.intervals(resamples=100)["accuracy"]
     assert found == pytest.approx((wanted.low, wanted.high), abs=1e-9)
     assert found[0] < found[1]
 
@@ -148,11 +155,22 @@ def test_independent_records_have_the_exact_interval(right: int, wrong: int) -> 
 def test_no_interval_has_width_zero(classes: int, persons: int | None) -> None:
     """Not even of 65 of 65 right: what was never seen may still happen."""
     units = None if persons is None else units_of(np.arange(65) % persons)
-    answers = answers_of(evaluated(65, 0, classes=classes, units=units))
-    values = answers.metrics()
-    for name, (low, high) in answers.intervals(values, 100).items():
+    answers = evaluated(65, 0, classes=classes, units=units)
+    values = answers.metrics
+    found = answers.intervals(resamples=100)
+    assert all(map(math.isnan, found.pop("log-loss")))  # it does not vary, and has no bound
+    for name, (low, high) in found.items():
         assert low <= values[name] <= high, name
         assert high - low > 0.04, name
+
+
+def test_a_constant_prediction_has_the_share_and_the_entropy_of_the_classes() -> None:
+    labels, logits = drawn(3, 300)
+    shares = np.bincount(labels.numpy()) / 300
+    always = torch.from_numpy(np.log(shares)).expand(300, 3)
+    constant, values = evaluated_of(labels, always).metrics, evaluated_of(labels, logits).values()
+    assert values["largest_class"] == pytest.approx(constant["accuracy"])
+    assert values["constant_log_loss"] == pytest.approx(constant["log-loss"], rel=1e-6)
 
 
 def test_records_of_one_person_are_not_independent() -> None:
@@ -162,10 +180,9 @@ def test_records_of_one_person_are_not_independent() -> None:
     labels = torch.from_numpy(owners % 2)
     logits = one_hot(torch.where(torch.from_numpy(right), labels, 1 - labels), 2).float()
     both = [
-        answers_of(Evaluation(0.0, logits, labels, class_task(2), units))
-        for units in (None, units_of(owners))
+        Evaluation(0.0, logits, labels, class_task(2), units) for units in (None, units_of(owners))
     ]
-    alone, grouped = (one.intervals(one.metrics(), 300) for one in both)
+    alone, grouped = (one.intervals(resamples=100) for one in both)
     single = clopper_pearson(0.75, 60)
     assert grouped["accuracy"] == pytest.approx(single, abs=0.02)
     for name in ("accuracy", "balanced-accuracy", "f1"):
@@ -181,8 +198,8 @@ def test_persons_who_are_as_often_right_may_differ_in_other_metrics() -> None:
     logits = one_hot(torch.where(wrong, 1 - labels, labels), 2).float()
     widths = []
     for units in (None, units_of(owners)):
-        answers = answers_of(Evaluation(0.0, logits, labels, class_task(2), units))
-        low, high = answers.intervals(answers.metrics(), 300)["balanced-accuracy"]
+        answers = Evaluation(0.0, logits, labels, class_task(2), units)
+        low, high = answers.intervals(resamples=100)["balanced-accuracy"]
         widths.append(high - low)
     assert widths[1] > 1.8 * widths[0]
 
@@ -198,14 +215,25 @@ def test_intervals_cover_the_populations_accuracy(
     assert simulation.accuracy(1000, units, share, icc) >= 0.94
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("positives", "shift"), [(0.5, 0.0), (0.1, 1.0)])
+def test_intervals_of_few_resamples_cover_the_populations_metrics(
+    positives: float, shift: float
+) -> None:
+    """The least number of resamples, and units of several records."""
+    shares = simulation.others(100, 50, positives, shift, resamples=20)
+    for name, share in shares.items():
+        assert share >= 0.88, name
+
+
 def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
     """Of 13 persons, of which one has most of the wrong answers."""
     owners = np.repeat(np.arange(13), 14)
     labels = torch.arange(len(owners)) % 2
     wrong = torch.from_numpy((owners == 4) & (np.arange(len(owners)) % 14 < 10))
     logits = 3.0 * one_hot(torch.where(wrong, 1 - labels, labels), 2)
-    answers = answers_of(Evaluation(0.0, logits, labels, class_task(2), units_of(owners)))
-    found = answers.intervals(answers.metrics(), 300)
+    answers = Evaluation(0.0, logits, labels, class_task(2), units_of(owners))
+    found = answers.intervals(resamples=100)
     low, high = found["accuracy"]
     least, most = found["balanced-accuracy"]
     assert most - least >= 0.99 * (high - low) > 0.1
@@ -220,15 +248,15 @@ def test_no_number_of_a_table_is_cut_on_a_narrow_screen(classes: int, width: int
     """Also not with long names of classes, which take several lines."""
     labels, logits = drawn(classes, 40 * classes)
     names = tuple(f"{'a long name of a class ' * (k % 2)}{k}" for k in range(classes))
-    answers = scored(labels, logits)
-    table = replace(answers, names=names).table()
+    answers = evaluated_of(labels, logits)
+    table = cells_by_class(names, answers.details())
     console = Console(file=io.StringIO(), width=width)
     console.print(*as_tables(table, width), sep="\n")
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
-    for rate in (*answers.rates[0], *answers.rates[1]):
+    for rate in np.concatenate(rates(answers.compared)):
         assert f"{rate:.2%}" in shown
     cells = [int(cell) for cell in re.findall(r"(?<=[ │])\d+(?= *[│\n])", shown)]
     counts = answers.confusion.flatten().tolist()
@@ -243,7 +271,7 @@ def test_one_number_that_is_none_leaves_a_record_without_a_class() -> None:
 
 
 def test_a_variance_of_few_units_is_worth_fewer_answers() -> None:
-    few, many = (effective_size(0.8, 0.01, Sizes(1000, units, units - 1)) for units in (4, 1000))
+    few, many = (effective_size(0.8, 0.01, 1000, units, units - 1) for units in (4, 1000))
     # The quotient of the 97.5% quantiles of Student's distribution, squared.
     assert few / many == pytest.approx((1.962341 / 3.182446) ** 2, rel=1e-5)
 

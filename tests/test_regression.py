@@ -21,8 +21,7 @@ from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.target import Target
+from dpmac_cli.tasks.regression import Regression, coverage
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import release_score
@@ -41,8 +40,8 @@ drop: [person]
 """
 
 
-TASK = Regression.of(Target("cost", 0.0, 10_000.0, "log1p"))
-PLAIN = Regression.of(Target("y", -5.0, 20.0))
+TASK = Regression.of("cost", 0.0, 10_000.0, "log1p")
+PLAIN = Regression.of("y", -5.0, 20.0)
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
@@ -74,7 +73,7 @@ def _page(folder: Path, where: Path) -> str:
 @pytest.mark.promise("reading")
 @pytest.mark.parametrize("task", [TASK, PLAIN])
 def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) -> None:
-    low, high = task.number.low, task.number.high
+    low, high = task.low, task.high
     values = np.linspace(low, high, 20)
     scaled = task.encoded(np.concatenate([values, [1e300, -1e300]]))
     assert scaled[[0, 19, 20, 21], 0].tolist() == [-1, 1, 1, -1]
@@ -161,7 +160,7 @@ def test_metrics_are_scikit_learns(task: Regression) -> None:
     result = evaluated(task)
     truth = task.decoded(result.labels.numpy())[1:, 0]
     guess = task.decoded(result.logits.numpy())[1:, 0]
-    found = replace(result, logits=result.logits[1:], labels=result.labels[1:]).results.metrics()
+    found = replace(result, logits=result.logits[1:], labels=result.labels[1:]).metrics
     assert found["mae"] == pytest.approx(sklearn.mean_absolute_error(truth, guess))
     assert found["rmse"] == pytest.approx(sklearn.root_mean_squared_error(truth, guess))
     assert found["r2"] == pytest.approx(sklearn.r2_score(truth, guess))
@@ -173,7 +172,7 @@ def test_an_output_that_is_no_number_is_as_wrong_as_possible(task: Regression) -
     result = evaluated(task)
     truth = float(task.decoded(result.labels.numpy())[0, 0])
     lost = replace(result, logits=result.logits[:1], labels=result.labels[:1])
-    wanted = max(truth - task.number.low, task.number.high - truth)
+    wanted = max(truth - task.low, task.high - truth)
     assert lost.metric("mae") == pytest.approx(wanted)
     assert result.unanswered == 1
 
@@ -183,15 +182,14 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
     one = evaluated(PLAIN, 80)
     ten = torch.arange(80).repeat_interleave(10)
     many = Evaluation(0.0, one.logits[ten], one.labels[ten], PLAIN, units_of(ten.numpy()))
-    values = one.results.metrics()
-    ends, grouped = (part.results.intervals(values) for part in (one, many))
+    ends, grouped = (part.intervals(resamples=200) for part in (one, many))
     for name in ("mae", "rmse", "r2"):
         widths = [found[name][1] - found[name][0] for found in (ends, grouped)]
         assert widths[1] == pytest.approx(widths[0], rel=0.15), name
     true, inside = evaluated(PLAIN, 1_000_000).metric("mae"), 0
     for seed in range(100):
         found = evaluated(PLAIN, 60, seed=seed + 1)
-        low, high = found.results.intervals({"mae": found.metric("mae")})["mae"]
+        low, high = found.intervals(["mae"], resamples=50)["mae"]
         inside += low <= true <= high
     assert inside >= 88
 
@@ -212,7 +210,8 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, group
 
 def _by_unit(result: Evaluation, owners: Any) -> float:
     """The mean over units of the mean over their records of errors as shares of the range."""
-    errors = result.results.shares  # type: ignore[attr-defined]
+    assert isinstance(result.task, Regression)
+    errors = result.task.shares(result.compared)
     return float(np.mean([errors[owners == unit].mean() for unit in set(owners)]))
 
 
@@ -269,13 +268,21 @@ def _check_predictions(folder: Path, where: Path) -> None:
 
 def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
     ends = np.array([[-1.0], [1.0], [1.0], [0.0]])
-    found = PLAIN.results(ends, np.array([[-1.0], [1.0], [0.0], [1.0]])).metrics()
-    assert found["at-or-below"] == 0.75
+    found = PLAIN.compared(ends, np.array([[-1.0], [1.0], [0.0], [1.0]]))
+    assert coverage(found) == 0.75
 
 
 @pytest.mark.parametrize("task", [TASK, PLAIN], ids=["log1p", "plain"])
 def test_a_model_file_keeps_all_that_is_declared_of_a_target(task: Regression) -> None:
     assert Regression.of_facts(json.loads(json.dumps(task.facts))) == task
+
+
+@pytest.mark.parametrize("task", [TASK, PLAIN], ids=["log1p", "plain"])
+def test_a_constant_prediction_is_the_median_or_the_mean(task: Regression) -> None:
+    result = evaluated(task)
+    truth, values = result.compared.truth, result.values()
+    assert values["constant_mae"] == pytest.approx(np.abs(truth - np.median(truth)).mean())
+    assert values["constant_rmse"] == pytest.approx(truth.std())
 
 
 def test_of_two_errors_the_smaller_is_better() -> None:

@@ -27,7 +27,7 @@ from dpmac_cli.studies.results import (
     finished_report,
     write_comparison,
 )
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS
 
 #: Folder of the runs of a study, in its own.
 RUNS = "runs"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Started, Update
-from dpmac_cli.tasks import task as results
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS, EvaluationMetric, percent_or_dash
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
@@ -126,9 +126,10 @@ class RunDisplay:
 
     def _remark(self, result: evaluation.Evaluation) -> Iterator[str]:
         """Yield a note on a model that learned little, and what can be done in this run."""
-        found = result.results.remark(self._plan.settings.loss)
-        if found is not None:
-            yield f"{found.said} {remedy(self._plan)}" if found.untaught else found.said
+        remark = result.task.remark(result.compared, self._plan.settings.loss)
+        if remark is not None:
+            said, untaught = remark
+            yield f"{said} {remedy(self._plan)}" if untaught else said
 
     def _pace(self, step: int, seconds: float, steps: int) -> None:
         """Print how long a slow run will take, once, and what would be faster."""
@@ -206,12 +207,22 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
         return
     counted = "units" if scores and report["privacy"]["unit"]["told_by"] else "samples"
     shown = (chosen.text(value), "bold")
-    yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
+    size = f" on {test['samples']:,} {counted}"
+    yield Text.assemble(f"test {chosen.title} ", shown, size, _beside(test, chosen))
+    for other in METRICS.values():
+        if other != chosen and (beside := _beside(test, other)):
+            yield Text(f"test {other.title} {other.text(test[other.key])}{beside}")
     if scores:
         low, high = map(chosen.text, test["interval"])
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
         )
+
+
+def _beside(test: Mapping[str, Any], metric: EvaluationMetric) -> str:
+    """Return what a metric is for a constant prediction, in words; "" if it is not in a report."""
+    constant = None if metric.constant is None else test.get(metric.constant)
+    return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 
 def summary(event: Finished, metric: str) -> Iterator[Text]:
@@ -269,7 +280,31 @@ def remedy(plan: Plan) -> str:
     )
 
 
-def as_tables(found: results.Table, width: int) -> Iterator[Table]:
+@dataclass(frozen=True)
+class Cells:
+    """Cells of text, one row per class or metric, below a title."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    bold: tuple[str, ...] = ()  # columns to emphasise
+
+
+def cells_by_class(names: Sequence[str], details: Mapping[str, Any]) -> Cells:
+    """Return counts with sensitivity and specificity, one row per true class.
+
+    ``details`` are those of a classifier, see :meth:`~dpmac_cli.tasks.task.Task.details`.
+    """
+    rates = (details["sensitivity"], details["specificity"])
+    by_class = zip(names, details["confusion"], *rates, strict=True)
+    rows = tuple(
+        (name, *map(str, row), *map(percent_or_dash, both)) for name, row, *both in by_class
+    )
+    columns = (*names, "sens.", "spec.")
+    return Cells("rows: true class, columns: predicted", columns, rows, bold=columns[-2:])
+
+
+def as_tables(found: Cells, width: int) -> Iterator[Table]:
     """Yield the cells of a table, numbers at the right.
 
     Columns that do not fit beside the others in ``width`` characters are in a table of their own
@@ -288,7 +323,7 @@ def as_tables(found: results.Table, width: int) -> Iterator[Table]:
     yield _block(found, block, first)
 
 
-def _block(found: results.Table, places: Sequence[int], first: int) -> Table:
+def _block(found: Cells, places: Sequence[int], first: int) -> Table:
     """Return some columns of a table, beside the names of its rows of width ``first``."""
     table = Table(title=found.title, title_justify="left")
     table.add_column("", max_width=first, overflow="fold")

@@ -20,7 +20,7 @@ from dpmac_cli.config.settings import PrintJson
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS
 
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")

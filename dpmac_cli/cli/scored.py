@@ -1,6 +1,5 @@
 """dpmac eval and dpmac predict: a trained model on test records and on new ones."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +17,7 @@ from dpmac_cli.config.settings import OWN_DATA, DataDir, Device, PrintJson, Quie
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
-from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.tasks.task import Table
+from dpmac_cli.tasks.task import METRICS, Task
 
 if TYPE_CHECKING:
     from dpmac_cli.release.audit import Audit
@@ -194,9 +192,8 @@ def predict(
 def _show(scored: "Scored", json: bool) -> None:
     """Print the scores of a model."""
     result, card = scored.result, scored.path.with_name(CARD)
-    results, headline = result.results, result.task.headline
-    values = results.metrics()
-    intervals = results.intervals(values)
+    headline, values, intervals = result.task.headline, result.metrics, result.intervals()
+    details = result.details()
     exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
     console.print_notes([*late.display.doubts(result), *[exact] * scored.covered])
     if json:
@@ -210,7 +207,8 @@ def _show(scored: "Scored", json: bool) -> None:
             "intervals": {
                 METRICS[name].key: [*map(finite_or_none, ends)] for name, ends in intervals.items()
             },
-            **results.details(),
+            **details,
+            **_by_output(result.task, details),
         }
         console.print_result(to_json(body))
         return
@@ -221,19 +219,30 @@ def _show(scored: "Scored", json: bool) -> None:
         f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
         f"{result.samples:,} {'held-out ' * scored.held_out}samples{units}"
     )
-    cells = (
+    cells = tuple(
         (
-            METRICS[name].title,
-            METRICS[name].text(value),
-            " to ".join(map(METRICS[name].text, intervals.get(name, (math.nan,)))),
+            metric.title,
+            metric.text(values[metric.name]),
+            " to ".join(map(metric.text, intervals[metric.name])),
+            metric.text(details[metric.constant]) if metric.constant else "",
         )
-        for name, value in values.items()
+        for metric in result.task.metrics
     )
-    metrics = Table("", ("value", "95% interval"), tuple(cells), bold=("value",))
-    for table in filter(None, (metrics, results.table())):
+    columns = ("value", "95% interval", "constant prediction")
+    tables = [late.display.Cells("", columns, cells, bold=("value",))]
+    if "confusion" in details:
+        tables.append(late.display.cells_by_class(result.task.names, details))
+    for table in tables:
         out.print(*late.display.as_tables(table, out.width), sep="\n")
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
+
+
+def _by_output(task: Task, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sensitivities by the names of classes, or what is predicted instead of classes."""
+    if "sensitivity" not in details:
+        return {"target": task.facts["target"]}
+    return {"per_class": dict(zip(task.names, details["sensitivity"], strict=True))}
 
 
 def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:

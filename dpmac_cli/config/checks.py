@@ -15,8 +15,8 @@ from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Setting
 from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
-from dpmac_cli.tasks.known import is_loss_of_a_task
 from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
+from dpmac_cli.tasks.task import is_loss_of_a_task
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5

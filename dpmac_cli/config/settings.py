@@ -27,8 +27,8 @@ from dpmac_cli.optim import OPTIMIZERS, defaults_of
 from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
-from dpmac_cli.tasks.known import LOSSES, METRICS
-from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
+from dpmac_cli.tasks.language_model import NETWORK
+from dpmac_cli.tasks.task import ASKED, CHOSEN, LOSSES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
 LATER: Any = None
@@ -259,7 +259,7 @@ class Settings(Priced, frozen=True):
     """Public range to clip columns of numbers to, such as 0,1."""
     schema: str | Path | None = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
-    task: Annotated[str | None, OneOf((LANGUAGE_MODEL,))] = None
+    task: Annotated[str | None, OneOf(ASKED)] = None
     """Train a language model on the texts themselves, without labels. [default: the task of the
     labels]"""
     tokens: Annotated[int | None, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] = None
@@ -328,9 +328,7 @@ class Settings(Priced, frozen=True):
     is clipped."""
     augment: Annotated[str | None, OneOf(AUGMENTS)] = None
     """Augmentation of the views. [default: the dataset's]"""
-    loss: Annotated[str, OneOf(tuple(name for name in LOSSES if ":" not in name), QUANTILE)] = (
-        "cross-entropy"
-    )
+    loss: Annotated[str, OneOf(LOSSES, QUANTILE)] = "cross-entropy"
     """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for numbers.
     [default: the first of them that fits the dataset]"""
     label_smoothing: Decay = 0.0
@@ -363,9 +361,7 @@ class Settings(Priced, frozen=True):
     """Seed for reproducible runs. There is no privacy against anyone who knows it. [default:
     secret]"""
     data_dir: DataDir = None
-    metric: Annotated[
-        str, OneOf(tuple(name for name, metric in METRICS.items() if metric.chosen))
-    ] = "accuracy"
+    metric: Annotated[str, OneOf(CHOSEN)] = "accuracy"
     """Test metric to show, and to rank a comparison by. [default: the first of them that fits the
     dataset]"""
     cover_scores: StrictBool = False

@@ -16,6 +16,7 @@ from dpmac_cli.data.reader import ArrayDict, Reading, register_reader
 from dpmac_cli.data.targets import DECLARED
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
+from dpmac_cli.tasks.task import is_labelled
 
 #: Most times that deflate makes bytes fewer, and most cells of an array that has no bytes.
 MOST_COMPRESSION, MOST_EMPTY = 1032, 1 << 20
@@ -31,7 +32,7 @@ ARRAYS = (
 )
 def read_array_file(declared: Declaration) -> Reading:
     """Return the arrays of an .npz. Raises InputError with every fault found."""
-    has_targets = declared.labels and declared.settings.task is None
+    has_targets = declared.labels and is_labelled(declared.settings.task)
     needed = ("x", "y") if has_targets else ("x",)
     arrays = read_npz(declared.path, needed)
     read_arrays(arrays, declared.texts, str(declared.path))

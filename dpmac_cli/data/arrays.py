@@ -37,7 +37,7 @@ from dpmac_cli.data.targets import (
 from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.task import Task
+from dpmac_cli.tasks.task import Task, is_labelled
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -83,7 +83,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
 
 def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
     """Return arrays with what settings declare of them."""
-    arrays = dict(arrays) if declared.settings.task is None else without_targets(arrays)
+    arrays = dict(arrays) if is_labelled(declared.settings.task) else without_targets(arrays)
     if declared.classes is not None:
         arrays[CLASSES] = np.array(declared.classes)
     if declared.ends is not None:

@@ -21,6 +21,7 @@ from dpmac_cli.data.reader import ArrayDict, Reading, register_reader
 from dpmac_cli.data.targets import CLASSES
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.tasks.task import is_labelled
 
 #: Names of columns of labels that do not name their classes.
 LABELS = ("label", "labels")
@@ -46,8 +47,8 @@ def read_hugging_face(declared: Declaration) -> Reading:
     assert declared.in_memory is not None  # noqa: S101
     splits = _splits(declared.in_memory.frame, str(declared.path))
     features = splits[0].features
-    label = _label_of(features) if declared.labels and declared.settings.task is None else None
-    if label is None and declared.labels and declared.settings.task is None:
+    label = _label_of(features) if declared.labels and is_labelled(declared.settings.task) else None
+    if label is None and declared.labels and is_labelled(declared.settings.task):
         raise InputError(
             f"{declared.path} has no column of classes: none is a ClassLabel, or has the name "
             "label. Rename it with dataset.rename_column(NAME, 'label'). Numbers to predict need "

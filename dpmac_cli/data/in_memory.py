@@ -13,6 +13,7 @@ from dpmac_cli.data.reader import Reading, as_array, register_reader
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.tasks.task import is_labelled
 
 
 class ArrayFacts(TypedDict, total=False):
@@ -91,7 +92,7 @@ def read_in_memory(declared: Declaration) -> Reading:
     """Return arrays in memory, with texts as numbers. Raises InputError with every fault found."""
     assert declared.in_memory is not None  # noqa: S101
     arrays = dict(declared.in_memory.arrays or {})
-    if "y" not in arrays and declared.labels and declared.settings.task is None:
+    if "y" not in arrays and declared.labels and is_labelled(declared.settings.task):
         raise InputError(
             f"{declared.path} has no y, the labels or numbers to predict. Without them, train a "
             "language model on texts: task='language-model'."

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.config.facts import NAMED, escaped
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.tasks.target import Target
+from dpmac_cli.tasks.regression import Regression
 
 #: Share of the values of a column that counts as nearly all, and share above which values outside
 #: their range are remarked on.
@@ -22,7 +22,7 @@ def remarks_on_ranges(
     x: NDArray[Any],
     arrays: Mapping[str, NDArray[Any]],
     declared: Declaration,
-    number: Target | None,
+    number: Regression | None,
 ) -> Iterator[str]:
     """Yield remarks on the ranges of columns and of the target, and on categories.
 

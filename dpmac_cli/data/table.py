@@ -36,6 +36,7 @@ from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.units import unit_name, units_in
 from dpmac_cli.data.values import NOT_TEXT, text_of
 from dpmac_cli.errors import InputError
+from dpmac_cli.tasks.task import is_labelled
 
 #: Types of columns that are neither numbers nor text.
 NO_CELLS = (
@@ -148,12 +149,12 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     split = schema.test is None and unit is None
     more = tuple(name for name in names if name not in used) if split else ()
     rows = read_rows(file, used, schema.columns, skip_bad, table, more)
-    if schema.label is None and settings.task is None:
+    if schema.label is None and is_labelled(settings.task):
         refuse(
             ["The schema declares no label: the column to predict"],
             " Add it, or train a language model on texts: {task=}language-model.",
         )
-    label = schema.label if settings.task is None else None
+    label = schema.label if is_labelled(settings.task) else None
     of_records = {} if label is None else {"y": _targets(label, rows)}
     if unit is not None:
         of_records["unit"] = _units(unit, rows, schema.words_in(unit))

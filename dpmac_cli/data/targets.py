@@ -14,8 +14,7 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.target import Target
-from dpmac_cli.tasks.task import Task
+from dpmac_cli.tasks.task import TASKS, Task, is_labelled
 
 #: Arrays that declare a number to predict.
 DECLARED = ("target_low", "target_high", "target_transform", "target_name")
@@ -27,9 +26,9 @@ ONE_NUMBER = "A model predicts one number: train one model for each"
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def number_in(arrays: Arrays, dataset: Declaration) -> Target | None:
+def number_in(arrays: Arrays, dataset: Declaration) -> Regression | None:
     """Return the number to predict, as declared; None for classes. Raises InputError."""
-    if dataset.settings.task is not None:
+    if not is_labelled(dataset.settings.task):
         check_name(dataset.path.name)
         return None
     if not any(name in arrays for name in DECLARED):
@@ -37,10 +36,15 @@ def number_in(arrays: Arrays, dataset: Declaration) -> Target | None:
         return None
     declared = _declared(arrays, dataset)
     check_name(dataset.path.name, declared.name)
+    if dataset.settings.task is not None:
+        raise InputError(
+            f"{{task=}}{dataset.settings.task} is for classes, but {dataset.path} declares a range "
+            "of numbers to predict. Leave out one of them."
+        )
     return declared
 
 
-def _declared(arrays: Arrays, dataset: Declaration) -> Target:
+def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
     """Return the number to predict that arrays declare."""
     given = {"target_name": np.array("y"), "target_transform": np.array("none")}
     given |= {name: arrays[name] for name in DECLARED if name in arrays}
@@ -65,7 +69,7 @@ def _declared(arrays: Arrays, dataset: Declaration) -> Target:
         )
     else:
         name, low, high, transform = (given[of].item() for of in ("target_name", *DECLARED[:3]))
-        target = Target(str(name), float(low), float(high), transform)
+        target = Regression.of(str(name), float(low), float(high), transform)
         faults += [f"{name}: {why}" for why in faults_of_range(target.low, target.high, transform)]
     raise_errors(f"{dataset.path}: {fault}." for fault in faults)
     return target
@@ -141,17 +145,18 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
 
 
 def task_in(
-    arrays: Arrays, dataset: Declaration, number: Target | None, found: Sequence[str]
+    arrays: Arrays, dataset: Declaration, number: Regression | None, found: Sequence[str]
 ) -> Task:
     """Return the task; names that were found are used if no classes are declared."""
-    if dataset.settings.task is not None:
+    if not is_labelled(dataset.settings.task):
         return LanguageModel()
     if number is not None:
-        return Regression.of(number)
+        return number
     numbered = [*map(str, range(1 + int(arrays["y"].max())))]
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
     check_classes(names, dataset)
-    return Classification(names)
+    asked = dataset.settings.task
+    return Classification(names) if asked is None else TASKS[asked](names)
 
 
 def check_classes(classes: Sequence[str], dataset: Declaration) -> None:

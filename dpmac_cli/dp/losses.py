@@ -33,6 +33,7 @@ from dpmac_cli.dp.weights import (
     relative,
 )
 from dpmac_cli.errors import ModelError
+from dpmac_cli.tasks.task import FUNCTIONS
 
 #: Takes outputs, shape (samples, outputs), and targets, shape (samples,) for classes, otherwise
 #: like the outputs. Returns shape (samples,).
@@ -91,13 +92,15 @@ def build_loss(name: str, smoothing: float = 0.0) -> Loss:
     """Return a loss by name, without the weights of records: see :func:`build_weights`.
 
     Args:
-        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); for targets scaled to
-            [-1, 1] "mse", "huber", which is linear for errors above :data:`HUBER`, or "quantile:Q",
-            the absolute error, of which weights make the Q-quantile; "next-token", which a language
-            model computes itself.
+        name: a loss of a registered task; "cross-entropy"; "focal" (Lin et al. 2017, arXiv
+            1708.02002); for targets scaled to [-1, 1] "mse", "huber", which is linear for errors
+            above :data:`HUBER`, or "quantile:Q", the absolute error, of which weights make the
+            Q-quantile; "next-token", which a language model computes itself.
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
     """
     kind, _, _ = name.partition(":")
+    if kind in FUNCTIONS:
+        return FUNCTIONS[kind]
     if kind == "next-token":
         return _own
     if kind in OF_NUMBERS:

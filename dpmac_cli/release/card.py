@@ -17,8 +17,7 @@ from dpmac_cli.release.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
-from dpmac_cli.tasks.known import headline_in
-from dpmac_cli.tasks.task import percent_or_dash
+from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -58,12 +57,12 @@ def _points(run: Path) -> list[dict[str, Any]]:
     remedy = "Name a run folder of dpmac train."
     file, lines = folder.read_run_file(run, folder.METRICS, remedy)
     points = list[dict[str, Any]]()
-    for number, text in enumerate(lines.splitlines(), 1):
+    for place, text in enumerate(lines.splitlines(), 1):
         try:
             line = MetricsLine.model_validate_json(text, strict=True)
         except ValueError as failure:
             raise InputError(
-                f"{file}, line {number}: not written by dpmac ({first_fault(failure)}). {remedy}"
+                f"{file}, line {place}: not written by dpmac ({first_fault(failure)}). {remedy}"
             ) from failure
         points.append(line.model_dump(mode="json", exclude_unset=True))
     return points
@@ -122,13 +121,14 @@ def model_card(report: Report, model: "nn.Module") -> str:
     return template.render(
         report.values(),
         metric=metric,
-        usage=report.task.usage,
+        task=report.task,
         continues=bool(report.task.network),
         score=score,
         score_interval=getattr(report.test, f"{metric.key}_interval"),
         largest=_largest(report),
         most_classes=MOST_CLASSES,
         percent=percent_or_dash,
+        number=number,
         network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,

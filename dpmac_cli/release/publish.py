@@ -307,7 +307,7 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
     ``history`` are the lines of metrics.jsonl.
     """
     last, headline = history[-1], task.headline
-    found = {name: exact.get(name, last.get(f"test_{name}")) for name in task.reported}
+    found = {name: exact.get(name, last.get(f"test_{name}")) for name in task.keys}
     return report.Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],

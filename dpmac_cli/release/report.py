@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -33,8 +34,7 @@ from dpmac_cli.runs.headers import (
     Steps,
     Versioned,
 )
-from dpmac_cli.tasks.known import task_of
-from dpmac_cli.tasks.task import EvaluationMetric, Task
+from dpmac_cli.tasks.task import ASKED, EvaluationMetric, Task, task_of
 
 #: Format of report.json and of a model's header; no other is read. It also changes with the rule by
 #: which records are held out, so no model is scored on records that it was trained on.
@@ -191,11 +191,17 @@ class Target(Part):
         return self
 
 
-class NextToken(Part):
-    """The next token of a text."""
+def _kind(name: str) -> str:
+    if name not in ASKED:
+        raise ValueError(f"is not one of {', '.join(ASKED)}")
+    return name
 
-    kind: Literal["language-model"]
-    """Task."""
+
+class NamedTask(Part):
+    """A task that is asked for by its name, such as the next token of a text."""
+
+    kind: Annotated[str, AfterValidator(_kind)]
+    """Task: language-model, or one of your own that a program registered."""
 
 
 class Facts(Part):
@@ -215,8 +221,8 @@ class Facts(Part):
     classes: tuple[PrintableText, ...]
     """Names of the classes or labels, in the order of the network's outputs. Empty for a number to
     predict."""
-    target: Target | NextToken | None
-    """The number to predict, or the next token of a text. Null for classes."""
+    target: Target | NamedTask | None
+    """The number to predict, or the name of a task, such as language-model. Null for classes."""
     privacy: Privacy
     """The privacy guarantee, over all parts of the run."""
     statement: dict[str, Any] | None
@@ -261,7 +267,9 @@ class Scores(Part):
     accuracy_interval: low, high. sensitivity and specificity are in the order of classes, and so
     are the rows (true class) and columns (predicted class) of confusion, the numbers of records;
     largest_class is the share of the most frequent class, which is the accuracy of a model that
-    always says it.
+    always says it, and constant_log_loss the log loss of a model that says the shares of the
+    classes for each record. For numbers to predict, constant_mae is the MAE of the median of the
+    test records, and constant_rmse the RMSE of their mean.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -19,7 +19,7 @@ from dpmac_cli.files import finite_or_none
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore

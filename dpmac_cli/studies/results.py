@@ -27,8 +27,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import AnyNumber, Number, Part
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
-from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.tasks.task import EvaluationMetric, number
+from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9

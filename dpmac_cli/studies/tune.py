@@ -25,7 +25,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.search import SearchSpace, plan_search, secret_places
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import METRICS
 
 #: Folder of the current trial, in the secret one.
 TRIAL = "trial"

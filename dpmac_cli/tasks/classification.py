@@ -1,46 +1,224 @@
-"""Classification: one class per record.
+"""Classification: one class per record. Metrics are those of scikit-learn.
 
-See :mod:`dpmac_cli.tasks.task`.
+Means over classes leave out those for which a metric is not defined. A metric that is not defined
+for any class, such as the AUROC of a test set with a single class, is nan. See
+:mod:`dpmac_cli.tasks.task`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpmac_cli.libraries import np, special
-from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.files import finite_or_none
+from dpmac_cli.libraries import np, sklearn_metrics, special
+from dpmac_cli.tasks.task import (
+    Compared,
+    EvaluationMetric,
+    Task,
+    percent_or_dash,
+    register_task,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dpmac_cli.tasks.task import Outputs
 
+#: Accuracy in a class below which it is almost never predicted.
+RARELY = 0.05
+#: Deviations above 0.5 from which an AUROC is not that of random scores.
+CLEAR = 3.0
+#: Number of equal-width bins of the calibration error.
+BINS = 15
+#: Specificity at which the sensitivity is a metric, with the threshold that the test records need.
+SPECIFICITY = 0.95
 
+
+def right(of: Compared) -> NDArray[np.bool_]:
+    """Return which records are classified correctly, shape (records,)."""
+    is_right: NDArray[np.bool_] = np.equal(of.truth, of.guess)
+    return is_right
+
+
+def classes_of(of: Compared) -> NDArray[np.bool_]:
+    """Return the records of each true class with records, shape (records, 1, classes)."""
+    is_of: NDArray[np.bool_] = np.equal(of.truth[:, None], np.unique(of.truth))
+    return is_of[:, None]
+
+
+def ranked(of: Compared) -> NDArray[np.bool_]:
+    """Return positives and negatives of each class that has both, shape (records, 2, classes).
+
+    Of two classes, only the last one is positive.
+    """
+    classes = ranked_classes(of)
+    positive = np.equal(of.truth[:, None], classes)
+    return np.stack([positive, ~positive], 1)
+
+
+def ranked_classes(of: Compared) -> NDArray[Any]:
+    """Return the classes with both positives and negatives; only the last one of two classes."""
+    counted = of.truth if of.weights is None else of.truth[of.weights > 0]
+    classes = np.unique(counted)
+    if len(classes) < 2:
+        return classes[:0]
+    return np.array([1]) if of.scores.shape[1] == 2 else classes
+
+
+def accuracy(of: Compared) -> float:
+    """Return the share of records that are classified correctly."""
+    return float(sklearn_metrics.accuracy_score(of.truth, of.guess, sample_weight=of.weights))
+
+
+def balanced_accuracy(of: Compared) -> float:
+    """Return the mean of the sensitivities of the classes."""
+    sensitivity, _ = rates(of)
+    return _mean(sensitivity)
+
+
+def f1(of: Compared) -> float:
+    """Return the mean over classes of the harmonic mean of sensitivity and precision."""
+    return float(
+        sklearn_metrics.f1_score(
+            of.truth,
+            of.guess,
+            labels=np.arange(of.scores.shape[1]),
+            average="macro",
+            sample_weight=of.weights,
+            zero_division=np.nan,
+        )
+    )
+
+
+def auroc(of: Compared) -> float:
+    """Return the mean over classes of the area under the curve of sensitivity and specificity."""
+    return _mean([sklearn_metrics.auc(false, true) for false, true in _curves(of)])
+
+
+def sensitivity_at_specificity(of: Compared) -> float:
+    """Return the largest sensitivity at a specificity of :data:`SPECIFICITY` or more, a mean."""
+    most = 1 - SPECIFICITY + 1e-12
+    return _mean([float(true[false <= most].max()) for false, true in _curves(of)])
+
+
+def average_precision(of: Compared) -> float:
+    """Return the mean over classes of the average precision."""
+    return _mean(_of_rankings(of, sklearn_metrics.average_precision_score))
+
+
+def log_loss(of: Compared) -> float:
+    """Return the mean cross-entropy in nats, at most 36 for a record."""
+    shares = of.scores.astype(float).clip(0, 1)
+    shares /= shares.sum(1, keepdims=True)
+    classes = np.arange(shares.shape[1])
+    return float(
+        sklearn_metrics.log_loss(of.truth, shares, sample_weight=of.weights, labels=classes)
+    )
+
+
+def calibration_error(of: Compared) -> float:
+    """Return the mean gap of confidence and accuracy, over bins of equal width by confidence."""
+    weights = np.ones(len(of.truth)) if of.weights is None else of.weights
+    confidence = of.scores.max(1).clip(0, 1)
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bins, weights * (right(of) - confidence.astype(float)))
+    return float(np.abs(gaps).sum() / weights.sum())
+
+
+def rates(of: Compared) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return sensitivity and specificity by class; nan without positives or negatives."""
+    classes = np.arange(of.scores.shape[1])
+    counts = sklearn_metrics.multilabel_confusion_matrix(
+        of.truth, of.guess, labels=classes, sample_weight=of.weights
+    ).astype(float)
+    with np.errstate(invalid="ignore"):
+        sensitivity = counts[:, 1, 1] / counts[:, 1].sum(1)
+        return sensitivity, counts[:, 0, 0] / counts[:, 0].sum(1)
+
+
+def confusion_of(of: Compared) -> NDArray[np.int64]:
+    """Return int64 counts by true and predicted class, shape (classes, classes).
+
+    Records whose output contains NaN are left out.
+    """
+    classes = np.arange(of.scores.shape[1])
+    answered = of.guess >= 0
+    if not answered.any():
+        return np.zeros((len(classes), len(classes)), np.int64)
+    counts: NDArray[np.int64] = sklearn_metrics.confusion_matrix(
+        of.truth[answered], of.guess[answered], labels=classes
+    )
+    return counts
+
+
+def _of_rankings(of: Compared, metric: Callable[..., Any]) -> list[Any]:
+    """Return a metric of the scores of each ranked class beside its positives."""
+    return [
+        metric(of.truth == k, of.scores[:, k], sample_weight=of.weights) for k in ranked_classes(of)
+    ]
+
+
+@lru_cache(maxsize=1)  # several metrics of the same weights need them
+def _curves(of: Compared) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return 1 - specificity and sensitivity at all thresholds, of each ranked class."""
+    curve = partial(sklearn_metrics.roc_curve, drop_intermediate=False)
+    return [(false, true) for false, true, _ in _of_rankings(of, curve)]
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the mean of values that are not nan; nan if there is none."""
+    some = np.asarray(values, float)
+    defined = some[~np.isnan(some)]
+    return float(defined.mean()) if len(defined) else math.nan
+
+
+@register_task("classification")
 @dataclass(frozen=True)
 class Classification(Task):
     """One class per record. Targets are the numbers of classes, shape (records,)."""
 
-    kind: ClassVar[str] = "classification"
     of_record: ClassVar[str] = "one class"
     unknown: ClassVar[str] = "no class"
+    noun: ClassVar[str] = "classifier"
+    listed: ClassVar[str] = "classes"
+    function: ClassVar[str] = "classify"
+    result: ClassVar[str] = "The result is the index of the class in the list above, from 0."
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        EvaluationMetric("accuracy", "accuracy", covered=True),
-        EvaluationMetric("balanced-accuracy", "balanced accuracy"),
-        EvaluationMetric("auroc", "AUROC"),
-        EvaluationMetric("average-precision", "average precision"),
-        EvaluationMetric("f1", "F1"),
-        EvaluationMetric("calibration-error", "calibration error", chosen=False),
+        EvaluationMetric(
+            "accuracy", "accuracy", accuracy, right, covered=True, constant="largest_class"
+        ),
+        EvaluationMetric(
+            "balanced-accuracy", "balanced accuracy", balanced_accuracy, groups=classes_of
+        ),
+        EvaluationMetric("auroc", "AUROC", auroc, groups=ranked),
+        EvaluationMetric(
+            "average-precision", "average precision", average_precision, groups=ranked
+        ),
+        EvaluationMetric(
+            "sensitivity-at-specificity",
+            f"sensitivity at {SPECIFICITY:.0%} specificity",
+            sensitivity_at_specificity,
+            groups=ranked,
+        ),
+        EvaluationMetric("f1", "F1", f1, groups=classes_of),
+        EvaluationMetric(
+            *("log-loss", "log loss", log_loss),
+            share=False,
+            lower=True,
+            constant="constant_log_loss",
+        ),
+        EvaluationMetric(
+            "calibration-error", "calibration error", calibration_error, chosen=False, lower=True
+        ),
     )
-    reported: ClassVar[tuple[str, ...]] = (
-        *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-        *("sensitivity", "specificity", "largest_class", "confusion", "noise", "interval"),
-        "accuracy_interval",
-    )
+    reported: ClassVar[tuple[str, ...]] = ("sensitivity", "specificity", "confusion")
     target: ClassVar[str] = "int64"
+    asked: ClassVar[bool] = False
 
     @property
     def described(self) -> str:
@@ -53,21 +231,14 @@ class Classification(Task):
         return f"the classes {', '.join(self.names)}"
 
     @property
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file."""
-        return {"classes": list(self.names), "target": None}
-
-    @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task:
-        """Return the task with these facts."""
-        return cls(tuple(facts["classes"]))
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the task in a model file; those of a subclass have its kind."""
+        return super().facts | ({} if self.asked else {"target": None})
 
     @property
-    def usage(self) -> Usage:
-        """Return how a model card names and uses the model."""
-        result = "The result is the index of the class in the list above, from 0."
-        row = "classes", self.names
-        return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
+    def code(self) -> str:
+        """Python expression for the most probable class."""
+        return "{}.argmax(1)"
 
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
         """Return classes that no test record has."""
@@ -81,21 +252,94 @@ class Classification(Task):
         lost = np.isnan(outputs).any(1, keepdims=True)
         return np.where(lost, np.nan, probabilities).astype(np.float32)
 
+    def chosen(self, outputs: Outputs) -> NDArray[np.int64]:
+        """Return the predicted classes of outputs, or of probabilities, shape (records,)."""
+        places: NDArray[np.int64] = outputs.argmax(1)
+        return places
+
     def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
-        """Return the most probable class, "" if an output contains NaN, and probabilities."""
+        """Return the predicted class, "" if an output contains NaN, and probabilities."""
         lost = (answers != answers).any(1)  # noqa: PLR0124  (NaN)
-        chosen = zip(lost, answers.argmax(1), strict=True)
+        chosen = zip(lost, self.chosen(answers), strict=True)
         predicted = ["" if bad else self.names[place] for bad, place in chosen]
         probabilities = zip(self.names, answers.T, strict=True)
         return {"predicted": predicted, **{f"p_{name}": part for name, part in probabilities}}
 
-    def results(
+    def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
-    ) -> Results:
+    ) -> Compared:
         """Compare outputs with targets. A record whose output contains NaN is wrong."""
-        classes, lost = np.arange(self.outputs), np.isnan(outputs).any(1, keepdims=True)
-        truth = targets[:, None] == classes
-        guess = (outputs.argmax(1)[:, None] == classes) & ~lost
-        # Scores that are worse than all others.
-        scores = np.where(lost, 2 - 3 * truth.astype(np.float32), self.answers(outputs))
-        return Classified(truth, guess, scores, owners, self.names)
+        lost = np.isnan(outputs).any(1)
+        guess = np.where(lost, -1, self.chosen(outputs))
+        truth: NDArray[np.bool_] = np.equal(targets[:, None], np.arange(self.outputs))
+        worst = 2 - 3 * truth.astype(np.float32)
+        scores = np.where(lost.reshape(-1, 1), worst, self.answers(outputs))
+        owners = np.arange(len(targets)) if owners is None else owners
+        return Compared(targets, guess, owners, scores)
+
+    def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
+        """Return 1 for correct records and 0 for wrong ones."""
+        return right(of).astype(np.int64), 1
+
+    def constant(self, of: Compared) -> dict[str, float]:
+        """Return the share of the largest class, and the entropy of the shares in nats.
+
+        The latter is the log loss of a model that says the shares for each record.
+        """
+        shares = np.bincount(of.truth) / len(of.truth)
+        return {"accuracy": float(shares.max()), "log-loss": float(special.entr(shares).sum())}
+
+    def details(self, of: Compared) -> dict[str, Any]:
+        """Return sensitivity, specificity and the confusion matrix by class."""
+        sensitivity, specificity = ([*map(finite_or_none, rate)] for rate in rates(of))
+        return {
+            "sensitivity": sensitivity,
+            "specificity": specificity,
+            "confusion": confusion_of(of).tolist(),
+        }
+
+    def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
+        """Return a note on a model that is no better than one class, or that omits some."""
+        correct, records = int(right(of).sum()), len(of.truth)
+        most = int(np.bincount(of.truth).max())
+        if most == records:
+            return None
+        sensitivity, _ = rates(of)
+        by_class = zip(self.names, sensitivity, strict=True)
+        rare = [name for name, share in by_class if share < RARELY]
+        if correct <= most and ranks(of) and not rare:
+            return None  # as with class weights, which cost accuracy where one class is frequent
+        if correct <= most:
+            said = (
+                f"{correct:,} of {records:,} test samples are classified correctly, but the most "
+                f"frequent class alone has {most:,}."
+            )
+            if not ranks(of):
+                return said, True
+            return (
+                f"{said} Its probabilities do tell the classes apart (AUROC "
+                f"{percent_or_dash(auroc(of))}): compare them with a threshold of your "
+                "own (dpmac predict), or give rare classes more weight (--class-weights).",
+                False,
+            )
+        if not rare:
+            return None
+        return (
+            f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
+            f"accuracy {percent_or_dash(balanced_accuracy(of))}. --class-weights can give such "
+            "classes more weight.",
+            False,
+        )
+
+
+def ranks(of: Compared) -> bool:
+    """Return whether scores tell classes apart, by an AUROC that is not random.
+
+    The variance of the AUROC of random scores is (p + n + 1) / (12 p n) for p positives and n
+    negatives (Mann and Whitney 1947), here of units. That of a mean is at most the largest.
+    """
+    largest = 0.0
+    for sides in np.moveaxis(ranked(of), 2, 0):
+        positive, negative = (len(np.unique(of.owners[side])) for side in sides.T)
+        largest = max(largest, (positive + negative + 1) / (12 * positive * negative))
+    return auroc(of) > 0.5 + CLEAR * math.sqrt(largest)

@@ -1,66 +1,166 @@
-"""95% intervals of metrics for records like the test records: by unit, and never of width zero.
+"""95% intervals of metrics for records like the test records: by unit.
 
-The interval of a proportion is that of Clopper and Pearson (1934). For answers that are not
-independent, and for metrics that are no proportion, it is theirs for an effective number of answers
-(Korn and Graubard 1998, Survey Methodology 24: 193-201)::
+The interval of a share of the records is that of Clopper and Pearson (1934), and so never of width
+zero. For answers that are not independent, and for means of shares, it is theirs for an effective
+number of answers (Korn and Graubard 1998, Survey Methodology 24: 193-201)::
 
-    n* = n (m (1 - m) / (n - 1)) / variance(m) * (t_{n-1} / t_{units-1})^2
+    n* = n (m (1 - m) / (n - 1)) / variance(m) * (t_{n-1} / t_{freedom})^2
 
 where t is the 97.5% quantile of Student's distribution, and a unit is a record unless records share
-one. The variance is that between units: of a ratio of sums for the accuracy, and by bootstrap for
-other metrics. n* is at most the number of answers. Where nothing varies, so that no variance can be
-estimated, it is at most the number of units. For a mean over classes both are those of the smallest
-class, times the number of classes. No metric has more effective answers than the accuracy, so that
-few units do not make one interval narrow beside a wide one.
+one. The variance is that between units: of a ratio of sums for a share of the records, and by
+bootstrap for other metrics. Its degrees of freedom are the smaller one of the units and the
+resamples, less one, so that few resamples make an interval longer and not too short. n* is at most
+the number of answers. Where nothing varies, so that no variance can be estimated, it is at most the
+number of units. For a mean over classes both are those of the smallest class, times the number of
+classes. No metric has more effective answers than the accuracy, so that few units do not make one
+interval narrow beside a wide one.
+
+The interval of a metric that is no share is t standard deviations of the bootstrap to both sides.
+There is none where nothing varies, as for a single unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.libraries import np, special
-from dpmac_cli.tasks.task import Interval
+from dpmac_cli.tasks.task import Compared, EvaluationMetric, Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.floating[Any]]
-#: Largest number of record weights in memory at a time.
-AT_A_TIME = 4_000_000
+#: Minimum and maximum default number of bootstrap resamples, and their largest total size. Metrics
+#: take as long for OVERHEAD records as for none.
+RESAMPLES, NUMBERS, OVERHEAD = (20, 400), 4_500_000, 4_000
+#: Deviation below which a metric does not vary but for rounding, as a share of it.
+NOTHING = 1e-12
 #: Probability below and above an interval.
 TAIL = 0.025
 #: Number of standard deviations around the mean that contain 95% of a normal distribution.
 REACH = NormalDist().inv_cdf(1 - TAIL)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Upper limits of the effective number of answers.
+def intervals(
+    of: Compared,
+    metrics: Iterable[EvaluationMetric],
+    values: Mapping[str, float],
+    resamples: int | None = None,
+) -> dict[str, Interval]:
+    """Return a 95% interval of each metric with a value.
 
-    Attributes:
-        answers: where the metric varies between units.
-        units: where nothing varies, so that no variance can be estimated.
-        freedom: degrees of freedom of the variance: the number of all units, less one.
+    Args:
+        of: predictions beside targets.
+        metrics: metrics of the task, of which some have values.
+        values: their values by name; nan if they are not defined.
+        resamples: number of bootstrap resamples; by default :func:`resamples_for`.
     """
+    known = {metric.name: metric for metric in metrics}
+    sizes = {
+        name: share_of(of.owners, metric.right(of))
+        for name, metric in known.items()
+        if metric.right is not None
+    }
+    most = min((size for _, size in sizes.values()), default=math.inf)
+    drawn = resampled(
+        of,
+        [known[name] for name in values if name not in sizes],
+        resamples or resamples_for(*of.scores.shape),
+    )
+    found = dict[str, Interval]()
+    for name, value in values.items():
+        if name in sizes:
+            found[name] = clopper_pearson(*sizes[name])
+        elif known[name].share:
+            size = _effective(of, known[name], value, drawn[name])
+            found[name] = clopper_pearson(value, min(size, most))
+        else:
+            found[name] = _around(of, known[name], value, drawn[name])
+    return found
 
-    answers: float
-    units: float
-    freedom: int
+
+def resamples_for(records: int, classes: int) -> int:
+    """Return the default number of resamples, all of which take a second or two."""
+    return int(np.clip(NUMBERS // ((1 + classes) * (records + OVERHEAD)), *RESAMPLES))
 
 
-def effective_size(value: float, variance: float, sizes: Sizes) -> float:
+def resampled(
+    of: Compared, metrics: Iterable[EvaluationMetric], resamples: int
+) -> dict[str, Floats]:
+    """Return metrics of bootstrap resamples of the units with a fixed seed, shape (resamples,)."""
+    generator, units = np.random.default_rng(0), of.units
+    drawn: dict[EvaluationMetric, list[float]] = {metric: [] for metric in metrics}
+    if not drawn:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a resample may lack a class
+        for _ in range(resamples):
+            times = np.bincount(generator.integers(units, size=units), minlength=units)
+            some = replace(of, weights=times[of.owners].astype(float))
+            for metric, seen in drawn.items():
+                seen.append(metric.of(some))
+    return {metric.name: np.array(seen) for metric, seen in drawn.items()}
+
+
+def _spread(of: Compared, drawn: Floats) -> tuple[float, int]:
+    """Return the variance of a metric between units, and its degrees of freedom."""
+    some = drawn[np.isfinite(drawn)]
+    if len(some) < 2 or of.units < 2:
+        return 0.0, 0
+    variance = float(np.var(some, ddof=1)) * of.units / (of.units - 1)
+    return variance, min(of.units, len(some)) - 1
+
+
+def _around(of: Compared, metric: EvaluationMetric, value: float, drawn: Floats) -> Interval:
+    """Return the interval of a metric that is no share; nan if nothing varies between units."""
+    variance, freedom = _spread(of, drawn)
+    if not math.isfinite(value) or freedom < 1 or variance <= (NOTHING * value) ** 2:
+        return math.nan, math.nan
+    half = float(special.stdtrit(freedom, 1 - TAIL)) * math.sqrt(variance)
+    low, high = metric.ends
+    return max(low, value - half), min(high, value + half)
+
+
+def _effective(of: Compared, metric: EvaluationMetric, value: float, drawn: Floats) -> float:
+    """Return the effective number of answers of a share, or of a mean of shares.
+
+    The variance of a mean of K rates of the same size is that of K^2 / (1/n_1 + ... + 1/n_K)
+    answers. All wrong answers may be in one class, whose rate is a K-th of the mean. The variance
+    of an AUROC A is at most A (1 - A) over the smaller number of positives and negatives.
+    """
+    variance, freedom = _spread(of, drawn)
+    if metric.groups is None:
+        return effective_size(value, variance, len(of.truth), of.units, freedom)
+    groups = metric.groups(of)
+    sides = [side for side in groups.reshape(len(of.truth), -1).T if side.any()]
+    if not sides:
+        return 1.0
+    answers = len(sides) ** 2 / sum(1 / int(side.sum()) for side in sides)
+    units = groups.shape[2] * min(len(np.unique(of.owners[side])) for side in sides)
+    return effective_size(value, variance, answers, units, freedom)
+
+
+def effective_size(
+    value: float, variance: float, answers: float, units: float, freedom: int
+) -> float:
     """Return the effective number of answers of a metric, 0 to 1.
 
-    ``variance`` is an estimate from the differences between units.
+    Args:
+        value: the metric.
+        variance: an estimate from the differences between units.
+        answers: the most answers where the metric varies between units.
+        units: the most answers where nothing varies, so that no variance can be estimated.
+        freedom: degrees of freedom of the variance.
     """
     spread = value * (1 - value)
-    if sizes.freedom < 1 or not variance > 0 or not spread > 0:
-        return max(1.0, min(sizes.answers, sizes.units))
-    most, freedom = max(sizes.answers, 2.0), sizes.freedom
+    if freedom < 1 or not variance > 0 or not spread > 0:
+        return max(1.0, min(answers, units))
+    most = max(answers, 2.0)
     few = special.stdtrit(max(most - 1, freedom), 1 - TAIL) / special.stdtrit(freedom, 1 - TAIL)
     return float(min(most, most / (most - 1) * spread / variance * few**2))
 
@@ -84,6 +184,12 @@ def widened(value: float, ends: Interval, noise: float) -> Interval:
     return max(0.0, value - low), min(1.0, value + high)
 
 
+def share_of(owners: NDArray[np.int64], right: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return a share of the records, and its effective number of answers, by unit."""
+    parts = (np.bincount(owners, weights) for weights in (right, None))
+    return size_of_shares(*(part.astype(float) for part in parts))
+
+
 def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
     """Return an accuracy, and its effective number of answers.
 
@@ -99,25 +205,4 @@ def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
     share, more = hits.sum() / counts.sum(), units + 2
     squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
     variance = float(squares / (share * (1 - share))) * value * (1 - value)
-    return value, effective_size(value, variance, Sizes(total, units, units - 1))
-
-
-def resampled(
-    metrics_of: Callable[[Floats], dict[str, Floats]], owners: NDArray[np.int64], resamples: int
-) -> dict[str, Floats]:
-    """Return metrics of bootstrap resamples of the units, each of shape (..., resamples).
-
-    Args:
-        metrics_of: returns metrics for weights of the records, shape (records, sets).
-        owners: index of each record's unit, shape (records,).
-    """
-    units, generator = int(owners.max()) + 1, np.random.default_rng(0)
-    drawn: list[dict[str, Floats]] = []
-    while resamples > 0:
-        count = min(resamples, max(1, AT_A_TIME // len(owners)))
-        resamples -= count
-        picked = generator.integers(units, size=(count, units), dtype=np.int32)
-        cells = picked * count + np.arange(count)[:, None]
-        times = np.bincount(cells.ravel(), minlength=units * count)
-        drawn.append(metrics_of(times.reshape(units, count).astype(np.float32)[owners]))
-    return {name: np.concatenate([part[name] for part in drawn], -1) for name in drawn[0]}
+    return value, effective_size(value, variance, total, units, units - 1)

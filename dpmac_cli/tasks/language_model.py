@@ -6,13 +6,13 @@ tokens, in nats. See :mod:`dpmac_cli.tasks.task`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.estimates import Perplexity
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.tasks.task import Compared, EvaluationMetric, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,23 +25,32 @@ LANGUAGE_MODEL = "language-model"
 NETWORK = "causal"
 
 
+def perplexity(of: Compared) -> float:
+    """Return the perplexity of texts: that of their mean loss."""
+    return math.exp(np.average(of.guess, weights=of.weights))
+
+
+@register_task(LANGUAGE_MODEL)
 @dataclass(frozen=True)
 class LanguageModel(Task):
     """The next token, at every place of a text. Targets are 0, shape (records,)."""
 
     names: tuple[str, ...] = ("next token",)
 
-    kind: ClassVar[str] = LANGUAGE_MODEL
     of_record: ClassVar[str] = "a text to continue"
     unknown: ClassVar[str] = "no continuation"
+    noun: ClassVar[str] = "language model"
+    listed: ClassVar[str] = "predicts"
+    function: ClassVar[str] = "score"
+    result: ClassVar[str] = "The result is the perplexity of each text."
     losses: ClassVar[tuple[str, ...]] = ("next-token",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        EvaluationMetric("perplexity", "perplexity", share=False, lower=True),
+        EvaluationMetric("perplexity", "perplexity", perplexity, share=False, lower=True),
     )
-    reported: ClassVar[tuple[str, ...]] = ("noise", "interval", "perplexity_interval")
     target: ClassVar[str] = "int64"
     public: ClassVar[str] = "vocabulary"
     weighted: ClassVar[bool] = False
+    labelled: ClassVar[bool] = False
     network: ClassVar[str | None] = NETWORK
 
     @property
@@ -55,20 +64,19 @@ class LanguageModel(Task):
         return "texts to continue"
 
     @property
-    def facts(self) -> TaskFacts:
+    def facts(self) -> dict[str, Any]:
         """Return the facts of the task in a model file."""
-        return {"classes": [], "target": {"kind": self.kind}}
+        return super().facts | {"classes": []}
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task:
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these facts."""
         return cls()
 
     @property
-    def usage(self) -> Usage:
-        """Return how a model card names and uses the model."""
-        result = "The result is the perplexity of each text."
-        return Usage("language model", ("predicts", self.names), "", "score", "{}.exp()", result)
+    def code(self) -> str:
+        """Python expression for the perplexity of each text."""
+        return "{}.exp()"
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return the perplexity of each text."""
@@ -78,9 +86,14 @@ class LanguageModel(Task):
         """Return the perplexity of each text; NaN if an output is."""
         return {"perplexity": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
 
-    def results(
+    def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
-    ) -> Results:
-        """Return the perplexity of test records."""
+    ) -> Compared:
+        """Return losses of test records in nats as guesses, of which the best is 0."""
         losses = outputs[:, 0].astype(np.float64)
-        return Perplexity(losses * 0, losses, self, unit_of=owners)
+        owners = np.arange(len(losses)) if owners is None else owners
+        return Compared(losses * 0, losses, owners, np.zeros((len(losses), 0), np.float32))
+
+    def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
+        """Raise ValueError: no metric can be released with noise."""
+        raise ValueError("a perplexity has no largest value")

@@ -1,4 +1,4 @@
-"""Regression: a number per record, in a public range.
+"""Regression: a number per record, in a public range. Metrics are those of scikit-learn.
 
 A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1]. The output
 z of a network predicts t. See :mod:`dpmac_cli.tasks.task`.
@@ -6,109 +6,238 @@ z of a network predicts t. See :mod:`dpmac_cli.tasks.task`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from dpmac_cli.libraries import np
-from dpmac_cli.tasks.estimates import Estimates
-from dpmac_cli.tasks.target import Target
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.libraries import np, sklearn_metrics
+from dpmac_cli.tasks.task import Compared, EvaluationMetric, Interval, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dpmac_cli.tasks.task import Outputs
 
+    Floats = NDArray[np.floating[Any]]
 
+#: Transforms of a target, with their inverses; see :class:`Regression`.
+Transform = Literal["none", "log1p"]
+#: Multiples of a covered record's share, so that sums of them are exact.
+WHOLE = 2**40
+
+
+def mae(of: Compared) -> float:
+    """Return the mean absolute error."""
+    return _scored(sklearn_metrics.mean_absolute_error, of)
+
+
+def rmse(of: Compared) -> float:
+    """Return the root of the mean squared error."""
+    return _scored(sklearn_metrics.root_mean_squared_error, of)
+
+
+def r2(of: Compared) -> float:
+    """Return the share of the variance that is explained; nan if the targets do not vary."""
+    mean = np.average(of.truth, weights=of.weights)
+    spread = np.average(np.square(of.truth - mean), weights=of.weights)
+    if spread <= 1e-24 * mean**2:
+        return math.nan
+    return _scored(sklearn_metrics.r2_score, of)
+
+
+def below(of: Compared) -> NDArray[np.bool_]:
+    """Return which targets are at or below the prediction, shape (records,)."""
+    is_below: NDArray[np.bool_] = of.truth <= of.guess
+    return is_below
+
+
+def coverage(of: Compared) -> float:
+    """Return the share of targets at or below the prediction: a quantile covers its level."""
+    return float(np.average(below(of), weights=of.weights))
+
+
+def _scored(metric: Callable[..., Any], of: Compared) -> float:
+    return float(metric(of.truth, of.guess, sample_weight=of.weights))
+
+
+@register_task("regression")
 @dataclass(frozen=True)
 class Regression(Task):
     """A number per record. Targets are scaled to [-1, 1], shape (records, 1).
 
     Attributes:
-        number: what is predicted.
+        low, high: public range that targets are clipped to; low < high.
+        transform: "log1p" predicts log(1 + y), for targets above -1 of very different sizes.
     """
 
-    number: Target
+    low: float
+    high: float
+    transform: Transform = "none"
 
-    kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
     unknown: ClassVar[str] = "no number"
+    noun: ClassVar[str] = "regression model"
+    listed: ClassVar[str] = "target"
+    function: ClassVar[str] = "predict"
+    result: ClassVar[str] = "The result is the predicted number, on the scale of the target."
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True),
-        EvaluationMetric("rmse", "RMSE", share=False, lower=True),
-        EvaluationMetric("r2", "R2", share=False),
-        EvaluationMetric("at-or-below", "targets at or below the prediction", chosen=False),
-    )
-    reported: ClassVar[tuple[str, ...]] = (
-        *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
+        EvaluationMetric(
+            *("mae", "MAE", mae), covered=True, share=False, lower=True, constant="constant_mae"
+        ),
+        EvaluationMetric(
+            *("rmse", "RMSE", rmse), share=False, lower=True, constant="constant_rmse"
+        ),
+        EvaluationMetric("r2", "R2", r2, share=False, ends=(-math.inf, 1.0)),
+        EvaluationMetric(
+            "at-or-below", "targets at or below the prediction", coverage, below, chosen=False
+        ),
     )
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
+    asked: ClassVar[bool] = False
     #: The middle of the range: noise leaves no steps to unlearn random outputs.
     start: ClassVar[float | None] = 0.0
 
-    @staticmethod
-    def of(number: Target) -> Regression:
+    @classmethod
+    def of(cls, name: str, low: float, high: float, transform: Transform = "none") -> Self:
         """Return the task of a number to predict."""
-        return Regression((number.name,), number)
+        return cls((name,), low, high, transform)
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task:
-        """Return the task with these facts."""
-        return cls.of(Target.of_facts(facts["target"] or {}))
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the task with these :attr:`facts`."""
+        of = facts["target"]
+        return cls.of(of["name"], of["low"], of["high"], of["transform"])
 
     @property
-    def facts(self) -> TaskFacts:
+    def facts(self) -> dict[str, Any]:
         """Return the facts of the task in a model file."""
-        return {"classes": [], "target": self.number.facts}
+        return {
+            "classes": [],
+            "target": {
+                "kind": self.kind,
+                "name": self.name,
+                "low": self.low,
+                "high": self.high,
+                "transform": self.transform,
+            },
+        }
+
+    @property
+    def name(self) -> str:
+        """Name of the number to predict."""
+        return self.names[0]
 
     @property
     def described(self) -> str:
         """Return the output in words."""
-        return f"one number from {self.number.range}"
+        return f"one number from {self.range}"
 
     @property
     def summary(self) -> str:
         """Return the output by name."""
-        return f"the target {self.number.name} from {self.number.range}"
+        return f"the target {self.name} from {self.range}"
 
     @property
-    def usage(self) -> Usage:
-        """Return how a model card names and uses the model."""
-        row, code = ("target", self.names), self.number.code("{}[:, 0]")
-        result = "The result is the predicted number, on the scale of the target."
-        return Usage("regression model", row, f", {self.described}", "predict", code, result)
+    def range(self) -> str:
+        """Return the range and the transform in words."""
+        return f"{self.low:g} to {self.high:g}" + " (log1p)" * (self.transform == "log1p")
 
     @property
     def width(self) -> float:
         """Largest error of a prediction, on the scale of the target."""
-        return self.number.width
+        return self.high - self.low
+
+    @property
+    def ends(self) -> Interval:
+        """Ends of the range, transformed."""
+        if self.transform == "log1p":
+            return math.log1p(self.low), math.log1p(self.high)
+        return self.low, self.high
+
+    @property
+    def code(self) -> str:
+        """Python expression for the predicted numbers."""
+        low, high = self.ends
+        code = f"{low!r} + ({{}}[:, 0].clamp(-1, 1) + 1) / 2 * {high - low!r}"
+        return f"({code}).expm1()" if self.transform == "log1p" else code
 
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return targets as a network learns them, float32, shape (records, 1)."""
-        return self.number.scaled(targets.reshape(-1, 1))
+        clipped = np.clip(targets.reshape(-1, 1).astype(np.float64), self.low, self.high)
+        low, high = self.ends
+        moved = np.log1p(clipped) if self.transform == "log1p" else clipped
+        return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
+
+    def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
+        """Return numbers on the scale of the target, in its range."""
+        low, high = self.ends
+        with np.errstate(over="ignore"):  # an output may be far beyond the range
+            moved = low + (scaled.astype(np.float64) + 1) / 2 * (high - low)
+            numbers = np.expm1(moved) if self.transform == "log1p" else moved
+        return numbers.clip(self.low, self.high)
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return predicted numbers, on the scale of the target."""
         return self.decoded(outputs).astype(np.float32)
 
-    def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return numbers on the scale of the target, in its range."""
-        return self.number.in_units(scaled)
-
     def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
         """Return predicted numbers; NaN if an output is."""
         return {"predicted": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
 
-    def results(
+    def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
-    ) -> Results:
+    ) -> Compared:
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
         truth, guess = self.decoded(targets)[:, 0], self.decoded(outputs)[:, 0]
-        low, high = self.number.low, self.number.high
+        low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
         guess = np.where(np.isnan(guess), worst, guess)
-        return Estimates(truth, guess, self, owners)
+        owners = np.arange(len(truth)) if owners is None else owners
+        return Compared(truth, guess, owners, np.zeros((len(truth), 0), np.float32))
+
+    def shares(self, of: Compared) -> Floats:
+        """Return absolute errors as shares of the range, 0 to 1, shape (records,)."""
+        shares: Floats = (np.abs(of.guess - of.truth) / self.width).clip(0, 1)
+        return shares
+
+    def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
+        """Return absolute errors as shares of the range, rounded down."""
+        return np.floor(self.shares(of) * WHOLE).astype(np.int64), WHOLE
+
+    def constant(self, of: Compared) -> dict[str, float]:
+        """Return the MAE of the median of the test records, and the RMSE of their mean."""
+        errors = np.abs(of.truth - np.median(of.truth))
+        return {"mae": float(errors.mean()), "rmse": float(of.truth.std())}
+
+    def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
+        """Return a note on predictions for which one number for all records is as good.
+
+        As the loss counts: squared errors beside the mean, a quantile's beside that quantile, and
+        absolute errors beside the median for any other loss.
+        """
+        kind, _, parameter = loss.partition(":")
+        level = float(parameter) if kind == "quantile" else 0.5
+        named = {"mse": "mean", "quantile": f"{level:g}-quantile"}.get(kind, "median")
+        truth, guess = self.encoded(of.truth), self.encoded(of.guess)
+        one = truth.mean() if kind == "mse" else np.quantile(truth, level)
+        errors, of_one = truth - guess, truth - one
+        if kind == "mse":
+            bad = np.square(errors).mean() >= np.square(of_one).mean()
+        else:
+            bad = _pinball(errors, level) >= _pinball(of_one, level)
+        if not bad:
+            return None
+        return (
+            f"the predictions of {self.name} are not better than the {named} of the test records "
+            "for all.",
+            True,
+        )
+
+
+def _pinball(errors: Floats, level: float) -> float:
+    """Return the mean loss of a quantile; half the mean absolute error for 0.5."""
+    return float(np.maximum(level * errors, (level - 1) * errors).mean())

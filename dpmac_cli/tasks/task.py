@@ -1,16 +1,16 @@
 """Task: what a network predicts for a record, and how its outputs are scored.
 
 Outputs and targets are NumPy arrays on the CPU. Tasks load neither NumPy nor torch: settings, and
-so help, know them.
+so help, know them. A task is registered by :func:`register_task`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from dpmac_cli.libraries import np
 
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     Outputs = NDArray[np.floating[Any]]
 
 Interval = tuple[float, float]
-
-
-class TaskFacts(TypedDict):
-    """Facts of the task in a model file: names of classes, or the target and its range."""
-
-    classes: Sequence[str]
-    target: Mapping[str, Any] | None
 
 
 def percent_or_dash(value: float | None) -> str:
@@ -42,24 +35,62 @@ def number(value: float | None) -> str:
     return f"{value:.3e}" if digits > 7 else f"{value:,.{max(0, digits)}f}"
 
 
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Predictions for test records beside their targets: what metrics are computed from.
+
+    Attributes:
+        truth: true classes, or numbers on the scale of the target, shape (records,).
+        guess: predictions, like ``truth``; class -1 if the output contains NaN.
+        owners: index of each record's unit of privacy, from 0, shape (records,).
+        scores: probabilities of classes, float32, shape (records, classes); (records, 0) without
+            classes. If a record's output contains NaN, they are worse than all others: below 0 for
+            the true class, otherwise above 1.
+        weights: how often each record counts, shape (records,); None for once.
+    """
+
+    truth: NDArray[Any]
+    guess: NDArray[Any]
+    owners: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    weights: NDArray[np.float64] | None = None
+
+    @property
+    def units(self) -> int:
+        """Number of units of privacy."""
+        return int(self.owners.max()) + 1
+
+
 @dataclass(frozen=True)
 class EvaluationMetric:
     """A number that says how well a model predicts.
 
     Attributes:
         name: name in commands. title: name in sentences.
+        of: computes it, by weight; nan if it is not defined.
+        right: which records it counts, shape (records,), if it is a plain share of them. Its
+            interval is exact then.
+        groups: groups of records whose rates it averages, bool, shape (records, sides, rates); None
+            for a mean over records.
         chosen: whether ``--metric`` can name it.
         covered: whether it can be released with noise.
-        share: whether it is a share of the records, shown in percent.
+        share: whether it is a share, from 0 to 1, shown in percent.
         lower: whether lower values are better.
+        ends: least and largest value of a metric that is no share.
+        constant: key in a report of its value for the best constant prediction; None without one.
     """
 
     name: str
     title: str
+    of: Callable[[Compared], float]
+    right: Callable[[Compared], NDArray[np.bool_]] | None = None
+    groups: Callable[[Compared], NDArray[np.bool_]] | None = None
     chosen: bool = True
     covered: bool = False
     share: bool = True
     lower: bool = False
+    ends: Interval = (0.0, math.inf)
+    constant: str | None = None
 
     @property
     def key(self) -> str:
@@ -81,113 +112,27 @@ class EvaluationMetric:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Words and code of a model card.
-
-    Attributes:
-        noun: what the model is.
-        row: title of the row with the outputs, and their names.
-        range: what the row says after the names.
-        function: name of a function that predicts.
-        code: Python expression for its result, with ``{}`` for the network's outputs.
-        result: sentence on the result.
-    """
-
-    noun: str
-    row: tuple[str, tuple[str, ...]]
-    range: str
-    function: str
-    code: str
-    result: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells of text, one row per class, below a title."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    bold: tuple[str, ...] = ()  # columns to emphasise
-
-
-@dataclass(frozen=True)
-class Remark:
-    """Note on a model that is no better than one answer for all records, or little better.
-
-    Attributes:
-        said: what was measured, and a remedy that does not depend on the run, in sentences.
-        untaught: whether the outputs tell nothing, so that longer training or less noise may help.
-    """
-
-    said: str
-    untaught: bool = False
-
-
-class Results(ABC):
-    """Outputs of a model compared with the targets of test records."""
-
-    def metric(self, name: str) -> float:
-        """Return a metric by its name; nan if it is not defined."""
-        return self.metrics()[name]
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics of the task by name."""
-
-    @abstractmethod
-    def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
-        """Return 95% intervals of metrics, see :mod:`~dpmac_cli.tasks.intervals`."""
-
-    @abstractmethod
-    def values(self) -> dict[str, Any]:
-        """Return the scores in a report, as JSON values; null if they are not defined."""
-
-    @abstractmethod
-    def details(self) -> dict[str, Any]:
-        """Return what ``dpmac eval --json`` prints besides metrics, as JSON values."""
-
-    @abstractmethod
-    def table(self) -> Table | None:
-        """Return what ``dpmac eval`` prints besides metrics."""
-
-    @abstractmethod
-    def counted(self) -> tuple[NDArray[np.int64], int]:
-        """Return what each record adds to a covered score, and the most that it can add.
-
-        Integers from 0 to the second value, shape (records,).
-        """
-
-    def remark(self, loss: str) -> Remark | None:
-        """Return a note on a model that was trained with a loss and learned little, or None."""
-        return None
-
-    @property
-    def per_class(self) -> list[float]:
-        """Accuracy in each true class; empty without classes."""
-        return []
-
-    @property
-    def confusion(self) -> NDArray[np.int64]:
-        """Counts of records by true and predicted class; empty without classes."""
-        return np.zeros((0, 0), np.int64)
-
-
-@dataclass(frozen=True)
 class Task(ABC):
     """Prediction task: what the outputs of a network are for a record.
 
     Attributes:
         names: names of the outputs, in their order.
-        kind: name of the task in a report.
+        kind: name of the task in ``--task`` and in reports; :func:`register_task` sets it.
         of_record: what a record has, in words.
         unknown: what a record has whose output contains NaN, in words.
+        noun, listed, function, result: what the model is, the title of the names of its outputs, a
+            function that predicts, and a sentence on its result, in a model card.
         losses: losses that fit, the default first; it is also the test loss.
+        functions: losses that :func:`~dpmac_cli.dp.losses.build_loss` does not know, by name. Each
+            takes outputs and targets, torch tensors with one row per sample, and returns one loss
+            per sample.
         metrics: metrics of the task, the default first.
-        reported: keys of scores in a report besides the default metric and the loss.
+        reported: keys of further scores in a report.
         target: dtype of the targets, as in numpy.
         public: what is declared of the targets, in words.
         weighted: whether classes can have weights, and their labels be smoothed.
+        labelled: whether records have labels or numbers to predict.
+        asked: whether the task must be asked for by ``--task``.
         start: output of an untrained built-in network for all records; None for random outputs.
         network: name of the built-in network that the task needs; None for any network.
     """
@@ -197,12 +142,19 @@ class Task(ABC):
     kind: ClassVar[str]
     of_record: ClassVar[str]
     unknown: ClassVar[str]
+    noun: ClassVar[str]
+    listed: ClassVar[str]
+    function: ClassVar[str]
+    result: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
+    functions: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {}
     metrics: ClassVar[tuple[EvaluationMetric, ...]]
-    reported: ClassVar[tuple[str, ...]]
+    reported: ClassVar[tuple[str, ...]] = ()
     target: ClassVar[str]
     public: ClassVar[str] = "classes"
     weighted: ClassVar[bool] = True
+    labelled: ClassVar[bool] = True
+    asked: ClassVar[bool] = True
     start: ClassVar[float | None] = None
     network: ClassVar[str | None] = None
 
@@ -221,10 +173,23 @@ class Task(ABC):
         """Names of the metrics that can be released with noise."""
         return tuple(metric.name for metric in self.metrics if metric.covered)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the task's scores in a report."""
+        metrics = (metric.key for metric in self.metrics)
+        noise = ("noise", "interval", f"{self.headline.key}_interval")
+        constants = (metric.constant for metric in self.metrics if metric.constant)
+        return (*metrics, *constants, *self.reported, *noise)
+
     @classmethod
-    @abstractmethod
-    def of_facts(cls, facts: TaskFacts) -> Task:
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, which are of its kind."""
+        return cls(tuple(facts["classes"]))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the task in a model file: "classes" and "target", as JSON values."""
+        return {"classes": list(self.names), "target": {"kind": self.kind}}
 
     @property
     @abstractmethod
@@ -238,13 +203,8 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def usage(self) -> Usage:
-        """Return how a model card names and uses the model."""
-
-    @property
-    @abstractmethod
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file, as JSON values."""
+    def code(self) -> str:
+        """Python expression for what is predicted, with ``{}`` for the network's outputs."""
 
     @property
     def width(self) -> float:
@@ -287,10 +247,94 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def results(
+    def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
-    ) -> Results:
-        """Compare outputs, shape (records, outputs), with targets.
+    ) -> Compared:
+        """Return predictions for outputs, shape (records, outputs), beside targets.
 
         ``owners`` is the index of each record's unit of privacy; None if each record is one.
         """
+
+    @abstractmethod
+    def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
+        """Return what each record adds to a covered score, and the most that it can add.
+
+        Integers from 0 to the second value, shape (records,).
+        """
+
+    def constant(self, of: Compared) -> dict[str, float]:
+        """Return what metrics are for the best constant prediction, by their names.
+
+        They are the metrics with a key for it.
+        """
+        return {}
+
+    def details(self, of: Compared) -> dict[str, Any]:
+        """Return further scores of a report and of ``dpmac eval --json``, as JSON values."""
+        return {}
+
+    def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
+        """Return a note on a model that was trained with a loss and is no better than a constant.
+
+        It is what was measured, in sentences, and whether the outputs tell nothing, so that longer
+        training or less noise may help. None if there is nothing to note.
+        """
+        return None
+
+
+#: Tasks by name.
+TASKS: dict[str, type[Task]] = {}
+#: Names of the tasks that must be asked for.
+ASKED: list[str] = []
+#: Metrics of all tasks by name, and those that can be chosen.
+METRICS: dict[str, EvaluationMetric] = {}
+CHOSEN: dict[str, EvaluationMetric] = {}
+#: Losses of all tasks without a parameter: see :func:`~dpmac_cli.dp.losses.build_loss`.
+LOSSES: list[str] = []
+#: Losses that a task computes itself: see :attr:`Task.functions`.
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {}
+
+Registered = TypeVar("Registered", bound=type[Task])
+
+
+def register_task(name: str) -> Callable[[Registered], Registered]:
+    """Register a class of tasks by its name, for ``--task``, with its losses and metrics.
+
+    An earlier task of the name is replaced. A metric or loss of the name of an earlier one must be
+    the same.
+    """
+
+    def register(kind: Registered) -> Registered:
+        kind.kind = name
+        TASKS[name] = kind
+        METRICS.update({metric.name: metric for metric in kind.metrics})
+        CHOSEN.update({metric.name: metric for metric in kind.metrics if metric.chosen})
+        FUNCTIONS.update(kind.functions)
+        LOSSES.extend(loss for loss in kind.losses if ":" not in loss and loss not in LOSSES)
+        if kind.asked and name not in ASKED:
+            ASKED.append(name)
+        return kind
+
+    return register
+
+
+def is_loss_of_a_task(loss: str) -> bool:
+    """Return whether a loss is one of a task, not a user-supplied function."""
+    return any(task.fits(loss) for task in TASKS.values())
+
+
+def is_labelled(task: str | None) -> bool:
+    """Return whether the records of a task have labels or numbers to predict; None if not asked."""
+    return task is None or TASKS[task].labelled
+
+
+def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
+    """Return the metric that a line of metrics.jsonl is about."""
+    headlines = [task.metrics[0] for task in TASKS.values()]
+    return next((metric for metric in headlines if metric.logged in line), headlines[0])
+
+
+def task_of(facts: Mapping[str, Any]) -> Task:
+    """Return the task that :attr:`Task.facts` describe."""
+    kind = (facts["target"] or {"kind": next(iter(TASKS))})["kind"]
+    return TASKS[kind].of_facts(facts)

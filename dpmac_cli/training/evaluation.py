@@ -19,11 +19,16 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.dp.torch_errors import code_of_network
+from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import dtype_of
-from dpmac_cli.tasks.task import Results, Task
+from dpmac_cli.tasks.classification import confusion_of, rates
+from dpmac_cli.tasks.intervals import intervals
+from dpmac_cli.tasks.task import Compared, Interval, Task
 
+#: Largest number of classes whose confusion matrix is in a report.
+MOST_COUNTED = 100
 #: Number of records to score at a time, and largest number of values in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 #: Number of rows in each batch in which no record may round another. It does not depend on the
@@ -57,18 +62,18 @@ class Evaluation:
         return f"Evaluation({score.title} {value}, loss {self.loss:.4g}, {self.samples:,} samples)"
 
     @cached_property
-    def results(self) -> Results:
-        """Outputs compared with targets."""
+    def compared(self) -> Compared:
+        """Predictions beside targets."""
         owners = None if self.units is None else self.units.owners
-        return self.task.results(self.logits.numpy(), self.labels.numpy(), owners)
+        return self.task.compared(self.logits.numpy(), self.labels.numpy(), owners)
 
     @property
     def confusion(self) -> NDArray[np.int64]:
-        """Return int64 counts by true and predicted class, (classes, classes), or (labels, 2, 2).
+        """Return int64 counts by true and predicted class, shape (classes, classes).
 
-        For multi-class problems, samples whose output contains NaN are left out.
+        Samples whose output contains NaN are left out.
         """
-        return self.results.confusion
+        return confusion_of(self.compared)
 
     @property
     def unanswered(self) -> int:
@@ -82,21 +87,59 @@ class Evaluation:
 
     @cached_property
     def accuracy(self) -> float:
-        """Fraction of samples, or of labels, classified correctly, 0 to 1."""
+        """Fraction of samples classified correctly, 0 to 1."""
         return self.metric("accuracy")
 
     @property
     def per_class(self) -> list[float]:
-        """Accuracy in each true class, or in a label's positives, 0 to 1; nan without samples."""
-        return self.results.per_class
+        """Accuracy in each true class, 0 to 1; nan without samples."""
+        sensitivity, _ = rates(self.compared)
+        return [float(rate) for rate in sensitivity]
 
     def metric(self, name: str) -> float:
-        """Return a metric by its name; nan if it is not defined."""
-        return self.results.metric(name)
+        """Return a metric of the task by its name; nan if it is not defined.
+
+        Raises KeyError if the task has no such metric.
+        """
+        by_name = {metric.name: metric for metric in self.task.metrics}
+        return by_name[name].of(self.compared)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the task by name; nan if they are not defined."""
+        return {metric.name: metric.of(self.compared) for metric in self.task.metrics}
+
+    def intervals(
+        self, names: Iterable[str] | None = None, resamples: int | None = None
+    ) -> dict[str, Interval]:
+        """Return 95% intervals of metrics for records like these, by name.
+
+        Args:
+            names: names of the metrics; None for all.
+            resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`.
+        """
+        values = {name: self.metric(name) for name in names} if names else self.metrics
+        return intervals(self.compared, self.task.metrics, values, resamples)
+
+    def details(self) -> dict[str, Any]:
+        """Return scores by class, and those of the best constant prediction, as JSON values."""
+        constant = self.task.constant(self.compared)
+        keys = {metric.constant: metric.name for metric in self.task.metrics if metric.constant}
+        baselines = {key: finite_or_none(constant[name]) for key, name in keys.items()}
+        return {**baselines, **self.task.details(self.compared)}
 
     def values(self) -> dict[str, Any]:
-        """Return the scores in a report, as JSON values."""
-        return self.results.values()
+        """Return the scores in a report, as JSON values; null if they are not defined.
+
+        The confusion matrix is left out for more than :data:`MOST_COUNTED` classes.
+        """
+        headline, details = self.task.headline, self.details()
+        if self.task.outputs > MOST_COUNTED:
+            details["confusion"] = None
+        ends = self.intervals([headline.name])[headline.name]
+        metrics = {of.key: finite_or_none(self.metrics[of.name]) for of in self.task.metrics}
+        interval = {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
+        return {**metrics, **details, **interval}
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:

@@ -93,9 +93,9 @@ class PrivateScore:
 def counts(result: Evaluation) -> NDArray[np.int64]:
     """Return what each unit adds to the score, in multiples of :data:`GRID`, shape (units,).
 
-    It is from 0 to 1 / GRID: see :meth:`~dpmac_cli.tasks.task.Results.counted`.
+    It is from 0 to 1 / GRID: see :meth:`~dpmac_cli.tasks.task.Task.counted`.
     """
-    counted, most = result.results.counted()
+    counted, most = result.task.counted(result.compared)
     sizes = np.ones(len(counted), np.int64)
     if (units := result.units) is not None:
         counted = np.add.reduceat(counted[units.order], units.starts[:-1])

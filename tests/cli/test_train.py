@@ -20,11 +20,9 @@ from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs.session import Evaluated, Progress, Started, Update
-from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.estimates import Estimates
+from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.target import Target
-from dpmac_cli.tasks.task import Results
+from dpmac_cli.tasks.task import Compared
 from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
 from tests.typed import dpmac, process, shell
@@ -56,7 +54,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         ["epoch", "2", "step", "24"],
     ]
     assert all("epsilon" in line and "test accuracy" in line for line in epochs)
-    assert lines[-5].endswith("on 360 samples")
+    assert re.fullmatch(r"test accuracy \S+ on 360 samples \(a constant prediction: 10.83%\)", lines[-6])
+    assert re.fullmatch(r"test log loss \S+ \(a constant prediction: 2.291\)", lines[-5])
     assert lines[-4].startswith("privacy epsilon 1.6")
     assert lines[-3].startswith("An attacker who accepts 1 false alarm in 100 detects a given")
     run = "runs/digits-dp-adam-1"
@@ -71,7 +70,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 def test_nothing_unnoised_and_no_seed_on_the_screen() -> None:
     result = dpmac(*DIGITS, "--seed", str(SEED))
     assert result.exit_code == 0
-    assert not re.search(r"loss|norm|clipped|drawn|finite", result.output)
+    assert not re.search(r"(?<!log )loss|norm|clipped|drawn|finite", result.output)
     assert str(SEED) not in result.output
     assert "no privacy against anyone who knows the seed" in result.stdout
 
@@ -213,14 +212,14 @@ def test_a_slow_run_says_once_how_long_it_takes_and_what_is_faster(pace: float, 
 # Notes on models that learned little: true of the run, and with what can be done in it.
 
 
-def shown_of(result: Results, **flags: Any) -> str:
+def shown_of(result: Compared, **flags: Any) -> str:
     """What is printed at the end of a run with these results, on one line."""
     console = Console(width=1000, file=io.StringIO())
     display, plan = RunDisplay(console), digits_config(steps=1, **flags)
     display.show(Started(plan=plan, folder=Path("run"), parameters=(9, 9), done=0, steps=1))
-    rows = 1 if isinstance(result, Classified) else 2
-    found = Evaluation(0.0, torch.zeros(2, rows), torch.zeros(2), plan.facts.task)
-    found.__dict__["results"] = result
+    task = Classification(("no", "yes"))
+    found = Evaluation(0.0, torch.zeros(2, 2), torch.zeros(2), task)
+    found.__dict__["compared"] = result
     last = Evaluated(1, 1.0, 0.1, found, last=True)
     display.show(Update(event=last, epsilon=1.0, planned=1.0))
     display.close()
@@ -231,11 +230,11 @@ def shown_of(result: Results, **flags: Any) -> str:
     return " ".join(console.file.getvalue().split())
 
 
-def classified(scores: list[float], truth: list[int]) -> Classified:
-    """Return the results of a classifier of two classes that never says "yes"."""
-    true = np.eye(2, dtype=bool)[truth]
+def classified(scores: list[float], truth: list[int], threshold: float = 1.0) -> Compared:
+    """Return the results of a classifier of two classes that says "yes" above a threshold."""
     shares = np.array([[1 - score, score] for score in scores], np.float32)
-    return Classified(true, np.eye(2, dtype=bool)[[0] * len(truth)], shares, names=("no", "yes"))
+    guess = (shares[:, 1] > threshold).astype(int)
+    return Compared(np.array(truth), guess, np.arange(len(truth)), shares)
 
 
 CHANCE = classified([0.1, 0.2] * 200, [0, 0, 0, 1, 1, 0, 0, 0] * 50)
@@ -273,11 +272,7 @@ def test_a_classifier_that_ranks_is_not_said_to_have_learned_nothing(no_dp: bool
 
 def test_a_classifier_that_finds_a_rare_class_is_not_compared_with_the_largest() -> None:
     """With class weights, 50 of 100 are right, where one class alone has 75."""
-    scores = np.array([0.1, 0.6, 0.9, 0.6] * 25)
-    truth = np.eye(2, dtype=bool)[[0, 0, 1, 0] * 25]
-    guess = np.eye(2, dtype=bool)[(scores > 0.5).astype(int)]
-    shares = np.stack([1 - scores, scores], 1).astype(np.float32)
-    found = Classified(truth, guess, shares, names=("no", "yes"))
+    found = classified([0.1, 0.6, 0.9, 0.6] * 25, [0, 0, 1, 0] * 25, 0.5)
     assert shown_of(found).count("note: ") == 0
 
 
@@ -285,10 +280,11 @@ def test_a_classifier_that_finds_a_rare_class_is_not_compared_with_the_largest()
 def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> None:
     """Costs are skewed: the best number for one loss is bad for another."""
     cost = np.random.default_rng(0).exponential(20.0, 4000).clip(0, 200)
-    target = Target("cost", 0.0, 200.0)
+    task = Regression.of("cost", 0.0, 200.0)
     best = {"mse": cost.mean(), "huber": np.median(cost)}
     number = best.get(loss, np.quantile(cost, float(loss.partition(":")[2] or 0.5)))
     for moved, learned in ((0.0, False), (0.1, True)):
         guess = number + moved * (cost - cost.mean())
-        found = Estimates(cost, guess, Regression.of(target)).remark(loss)
+        compared = Compared(cost, guess, np.arange(4000), np.zeros((4000, 0), np.float32))
+        found = task.remark(compared, loss)
         assert (found is None) == learned
