@@ -143,7 +143,7 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
     settings = {"dataset": data, "no_dp": True, "model": "linear", "out": "run"}
     report = finish(train(resolve(settings, steps=100, lr=0.1).plan)).report
     assert report["test"]["confusion"] == [[500, 0], [20, 0]]
-    assert report["test"]["largest_class"] == report["test"]["accuracy"] == 500 / 520
+    assert report["test"]["constant_accuracy"] == report["test"]["accuracy"] == 500 / 520
     text = card(Path("run"))
     said = cells(text)
     assert said["largest class"].startswith("96.15% of the test records: the accuracy of a model ")

@@ -22,7 +22,8 @@ from torch.nn.functional import one_hot
 from dpmac_cli.cli.display import as_tables, cells_by_class
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
-from dpmac_cli.tasks.intervals import clopper_pearson, effective_size
+from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
+from dpmac_cli.tasks.task import METRICS
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
 
@@ -169,7 +170,7 @@ def test_a_constant_prediction_has_the_share_and_the_entropy_of_the_classes() ->
     shares = np.bincount(labels.numpy()) / 300
     always = torch.from_numpy(np.log(shares)).expand(300, 3)
     constant, values = evaluated_of(labels, always).metrics, evaluated_of(labels, logits).values()
-    assert values["largest_class"] == pytest.approx(constant["accuracy"])
+    assert values["constant_accuracy"] == pytest.approx(constant["accuracy"])
     assert values["constant_log_loss"] == pytest.approx(constant["log-loss"], rel=1e-6)
 
 
@@ -274,6 +275,17 @@ def test_a_variance_of_few_units_is_worth_fewer_answers() -> None:
     few, many = (effective_size(0.8, 0.01, 1000, units, units - 1) for units in (4, 1000))
     # The quotient of the 97.5% quantiles of Student's distribution, squared.
     assert few / many == pytest.approx((1.962341 / 3.182446) ** 2, rel=1e-5)
+
+
+def test_few_resamples_make_intervals_longer() -> None:
+    """By the quotient of the 97.5% quantiles of Student's distribution."""
+    labels, logits = drawn(2, 400)
+    answers, halves = evaluated_of(labels, logits), []
+    for resamples in (5, 60):
+        losses = resampled(answers.compared, [METRICS["log-loss"]], resamples)["log-loss"]
+        low, high = answers.intervals(["log-loss"], resamples)["log-loss"]
+        halves.append((high - low) / 2 / np.std(losses, ddof=1))
+    assert halves == pytest.approx([2.776445 * 1.00125, 2.000995 * 1.00125], rel=1e-4)
 
 
 @pytest.mark.parametrize("training", [True, False])

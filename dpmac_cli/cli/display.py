@@ -221,7 +221,7 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
 
 def _beside(test: Mapping[str, Any], metric: EvaluationMetric) -> str:
     """Return what a metric is for a constant prediction, in words; "" if it is not in a report."""
-    constant = None if metric.constant is None else test.get(metric.constant)
+    constant = test.get(metric.constant)
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 

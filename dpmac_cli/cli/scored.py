@@ -224,7 +224,7 @@ def _show(scored: "Scored", json: bool) -> None:
             metric.title,
             metric.text(values[metric.name]),
             " to ".join(map(metric.text, intervals[metric.name])),
-            metric.text(details[metric.constant]) if metric.constant else "",
+            metric.text(details[metric.constant]) if metric.constant in details else "",
         )
         for metric in result.task.metrics
     )

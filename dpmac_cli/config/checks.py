@@ -16,7 +16,7 @@ from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
-from dpmac_cli.tasks.task import is_loss_of_a_task
+from dpmac_cli.tasks.task import FUNCTIONS, is_loss_of_a_task
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
@@ -63,6 +63,8 @@ def faults(plan: Plan) -> Iterator[str]:
             f"{{metric=}}{settings.metric} cannot be released with noise, as dpmac tune and "
             f"{{cover_scores}} release scores. Use {use} without {{cover_scores}}."
         )
+    if settings.classes is not None and not task.labelled:
+        yield "{task} and {classes} contradict each other: a language model has none. Give one."
     if task.network is not None and settings.model != task.network:
         yield f"{{model=}}{settings.model} is not for {{task=}}{task.kind}. Leave it out."
     elif settings.model == NETWORK != task.network:
@@ -71,6 +73,8 @@ def faults(plan: Plan) -> Iterator[str]:
         yield f"{{train=}}head: a {task.kind} has no separate head. Use lora, norm or all."
     if settings.augment is not None and not facts.is_images and facts.shape[1:] == (1, 1):
         yield f"{{augmentations}} is for images, but {facts.typed} is a table. Leave it out."
+    if settings.loss in FUNCTIONS and settings.label_smoothing:
+        yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
     yield from _loss_faults(settings, facts)
     yield from _weight_faults(settings, facts)
 

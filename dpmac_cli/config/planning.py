@@ -11,6 +11,7 @@ from dpmac_cli.config.flags import lonely
 from dpmac_cli.config.plan import Plan, calibrated, event_of, optimizer_of
 from dpmac_cli.config.settings import NEEDS, Settings
 from dpmac_cli.errors import raise_errors
+from dpmac_cli.tasks.task import is_labelled
 
 
 def plan(
@@ -38,7 +39,9 @@ def plan(
     settings = completed(given, facts)
     event = event_of(settings, facts.train_size)
     found = Plan(settings, facts, event, optimizer_of(settings))
-    raise_errors([*lonely(given.explicit, NEEDS), *of_records, *checks.faults(found)])
+    unlabelled = not is_labelled(settings.task)
+    needs = {name: others for name, others in NEEDS.items() if name != "task" or unlabelled}
+    raise_errors([*lonely(given.explicit, needs), *of_records, *checks.faults(found)])
     noisy = calibrated(settings, event, earlier) if noise is None else event.with_noise_of(noise)
     found = replace(found, event=noisy)
     _ = found.score  # raises BudgetError before anything is written

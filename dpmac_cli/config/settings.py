@@ -54,7 +54,6 @@ NOT_BOTH: NotBoth = {
     ("backbone", "features"): "a network takes only one of them",
     ("schema", "feature_range"): "a schema declares the range of every column",
     ("schema", "classes"): "a schema declares the classes",
-    ("task", "classes"): "a language model has none",
     ("no_dp", "secure"): "without noise there is nothing to secure",
     ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
     ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",

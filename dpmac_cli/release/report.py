@@ -266,7 +266,7 @@ class Scores(Part):
     as accuracy, auroc, mae or r2, and 95% intervals for records like these as, for example,
     accuracy_interval: low, high. sensitivity and specificity are in the order of classes, and so
     are the rows (true class) and columns (predicted class) of confusion, the numbers of records;
-    largest_class is the share of the most frequent class, which is the accuracy of a model that
+    constant_accuracy is the share of the most frequent class, which is the accuracy of a model that
     always says it, and constant_log_loss the log loss of a model that says the shares of the
     classes for each record. For numbers to predict, constant_mae is the MAE of the median of the
     test records, and constant_rmse the RMSE of their mean.

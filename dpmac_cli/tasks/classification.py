@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np, sklearn_metrics, special
 from dpmac_cli.tasks.task import (
+    FROM_0,
     Compared,
     EvaluationMetric,
     Task,
@@ -189,9 +190,7 @@ class Classification(Task):
     result: ClassVar[str] = "The result is the index of the class in the list above, from 0."
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        EvaluationMetric(
-            "accuracy", "accuracy", accuracy, right, covered=True, constant="largest_class"
-        ),
+        EvaluationMetric("accuracy", "accuracy", accuracy, right, covered=True),
         EvaluationMetric(
             "balanced-accuracy", "balanced accuracy", balanced_accuracy, groups=classes_of
         ),
@@ -206,17 +205,13 @@ class Classification(Task):
             groups=ranked,
         ),
         EvaluationMetric("f1", "F1", f1, groups=classes_of),
-        EvaluationMetric(
-            *("log-loss", "log loss", log_loss),
-            share=False,
-            lower=True,
-            constant="constant_log_loss",
-        ),
-        EvaluationMetric(
-            "calibration-error", "calibration error", calibration_error, chosen=False, lower=True
-        ),
+        EvaluationMetric("log-loss", "log loss", log_loss, lower=True, ends=FROM_0),
+        EvaluationMetric("calibration-error", "calibration error", calibration_error, lower=True),
     )
-    reported: ClassVar[tuple[str, ...]] = ("sensitivity", "specificity", "confusion")
+    reported: ClassVar[tuple[str, ...]] = (
+        *("constant_accuracy", "constant_log_loss"),
+        *("sensitivity", "specificity", "confusion"),
+    )
     target: ClassVar[str] = "int64"
     asked: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.task import Compared, EvaluationMetric, Task, register_task
+from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class LanguageModel(Task):
     result: ClassVar[str] = "The result is the perplexity of each text."
     losses: ClassVar[tuple[str, ...]] = ("next-token",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        EvaluationMetric("perplexity", "perplexity", perplexity, share=False, lower=True),
+        EvaluationMetric("perplexity", "perplexity", perplexity, lower=True, ends=FROM_0),
     )
     target: ClassVar[str] = "int64"
     public: ClassVar[str] = "vocabulary"

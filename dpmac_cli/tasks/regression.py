@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
-from dpmac_cli.tasks.task import Compared, EvaluationMetric, Interval, Task, register_task
+from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Interval, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,17 +83,14 @@ class Regression(Task):
     result: ClassVar[str] = "The result is the predicted number, on the scale of the target."
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
+        EvaluationMetric("mae", "MAE", mae, covered=True, lower=True, ends=FROM_0),
+        EvaluationMetric("rmse", "RMSE", rmse, lower=True, ends=FROM_0),
+        EvaluationMetric("r2", "R2", r2, ends=(-math.inf, 1.0)),
         EvaluationMetric(
-            *("mae", "MAE", mae), covered=True, share=False, lower=True, constant="constant_mae"
-        ),
-        EvaluationMetric(
-            *("rmse", "RMSE", rmse), share=False, lower=True, constant="constant_rmse"
-        ),
-        EvaluationMetric("r2", "R2", r2, share=False, ends=(-math.inf, 1.0)),
-        EvaluationMetric(
-            "at-or-below", "targets at or below the prediction", coverage, below, chosen=False
+            "at-or-below", "targets at or below the prediction", coverage, below, lower=None
         ),
     )
+    reported: ClassVar[tuple[str, ...]] = ("constant_mae", "constant_rmse")
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False

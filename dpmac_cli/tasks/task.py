@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     Outputs = NDArray[np.floating[Any]]
 
 Interval = tuple[float, float]
+#: Least and largest value of a share, and of an error or a loss.
+SHARE: Interval = (0.0, 1.0)
+FROM_0: Interval = (0.0, math.inf)
 
 
 def percent_or_dash(value: float | None) -> str:
@@ -72,12 +75,10 @@ class EvaluationMetric:
             interval is exact then.
         groups: groups of records whose rates it averages, bool, shape (records, sides, rates); None
             for a mean over records.
-        chosen: whether ``--metric`` can name it.
         covered: whether it can be released with noise.
-        share: whether it is a share, from 0 to 1, shown in percent.
-        lower: whether lower values are better.
-        ends: least and largest value of a metric that is no share.
-        constant: key in a report of its value for the best constant prediction; None without one.
+        lower: whether lower values are better; None if neither are, so that ``--metric`` cannot
+            name it.
+        ends: least and largest value. A share is from 0 to 1, and shown in percent.
     """
 
     name: str
@@ -85,12 +86,9 @@ class EvaluationMetric:
     of: Callable[[Compared], float]
     right: Callable[[Compared], NDArray[np.bool_]] | None = None
     groups: Callable[[Compared], NDArray[np.bool_]] | None = None
-    chosen: bool = True
     covered: bool = False
-    share: bool = True
-    lower: bool = False
-    ends: Interval = (0.0, math.inf)
-    constant: str | None = None
+    lower: bool | None = False
+    ends: Interval = SHARE
 
     @property
     def key(self) -> str:
@@ -101,6 +99,21 @@ class EvaluationMetric:
     def logged(self) -> str:
         """Return the key of a line of metrics.jsonl."""
         return f"test_{self.key}"
+
+    @property
+    def constant(self) -> str:
+        """Return the key of a report of its value for the best constant prediction."""
+        return f"constant_{self.key}"
+
+    @property
+    def chosen(self) -> bool:
+        """Return whether ``--metric`` can name it."""
+        return self.lower is not None
+
+    @property
+    def share(self) -> bool:
+        """Return whether it is a share, from 0 to 1."""
+        return self.ends == SHARE
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""
@@ -178,8 +191,7 @@ class Task(ABC):
         """Keys of the task's scores in a report."""
         metrics = (metric.key for metric in self.metrics)
         noise = ("noise", "interval", f"{self.headline.key}_interval")
-        constants = (metric.constant for metric in self.metrics if metric.constant)
-        return (*metrics, *constants, *self.reported, *noise)
+        return (*metrics, *self.reported, *noise)
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
@@ -263,10 +275,7 @@ class Task(ABC):
         """
 
     def constant(self, of: Compared) -> dict[str, float]:
-        """Return what metrics are for the best constant prediction, by their names.
-
-        They are the metrics with a key for it.
-        """
+        """Return what some metrics are for the best constant prediction, by their names."""
         return {}
 
     def details(self, of: Compared) -> dict[str, Any]:

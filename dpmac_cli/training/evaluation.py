@@ -124,8 +124,11 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """Return scores by class, and those of the best constant prediction, as JSON values."""
         constant = self.task.constant(self.compared)
-        keys = {metric.constant: metric.name for metric in self.task.metrics if metric.constant}
-        baselines = {key: finite_or_none(constant[name]) for key, name in keys.items()}
+        baselines = {
+            metric.constant: finite_or_none(constant[metric.name])
+            for metric in self.task.metrics
+            if metric.name in constant
+        }
         return {**baselines, **self.task.details(self.compared)}
 
     def values(self) -> dict[str, Any]:
