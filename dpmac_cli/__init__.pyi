@@ -51,6 +51,11 @@ from .runs.session import Update as Update
 from .studies.grid import plan as plan
 from .studies.results import collect as collect
 from .studies.tune import tune as tune
+from .tasks.classification import Classification as Classification
+from .tasks.task import Compared as Compared
+from .tasks.task import EvaluationMetric as EvaluationMetric
+from .tasks.task import Task as Task
+from .tasks.task import register_task as register_task
 from .training.clipped_grad import clipped_grad as clipped_grad
 from .training.private_step import PrivateStep as PrivateStep
 from .training.torch_datasets import from_torch as from_torch

@@ -1,6 +1,7 @@
-"""An optimizer is one file: DP-Lion, of which nothing else knows."""
+"""An optimizer is one file: DP-Lion, of which nothing else knows; and so is a task."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,23 @@ def test_a_seventh_optimizer_passes_the_privacy_tests_of_all() -> None:
     passed = [line for line in said.splitlines() if "dp-lion" in line and "PASSED" in line]
     for name in ("an_empty_batch_is_a_step_of_noise", "not_finite", "restored_state"):
         assert any(name in line for line in passed), name
+
+
+@pytest.mark.long
+def test_a_task_of_your_own_is_trained_scored_and_predicted() -> None:
+    """The example of docs/own-task.md, which nothing else knows."""
+    page = (ROOT / "docs/own-task.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = (
+        "\nfrom dpmac_cli import predict, score\n"
+        "print(score(run.folder, grades).result.metric('steps-off'))\n"
+        "print(predict(run.folder, np.array([[0.1, 0, 0, 0], [0.9, 1, 1, 1]])).predicted)\n"
+        "from typer.testing import CliRunner\n"
+        "from dpmac_cli.cli.app import app\n"
+        "print('ordinal' in CliRunner().invoke(app, ['train', '--help']).stdout)"
+    )
+    trained, scored, predicted, known = started("-c", example + program).splitlines()[-4:]
+    assert trained == f"{{'kind': 'ordinal'}} {scored}"
+    assert float(scored) < 0.2
+    assert predicted == "['mild', 'severe']"
+    assert known == "True"
