@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from scipy import stats
 from scipy.stats import binomtest
 from sklearn import metrics as sklearn
 from torch import Tensor, nn
@@ -285,7 +286,8 @@ def test_few_resamples_make_intervals_longer() -> None:
         losses = resampled(answers.compared, [METRICS["log-loss"]], resamples)["log-loss"]
         low, high = answers.intervals(["log-loss"], resamples)["log-loss"]
         halves.append((high - low) / 2 / np.std(losses, ddof=1))
-    assert halves == pytest.approx([2.776445 * 1.00125, 2.000995 * 1.00125], rel=1e-4)
+    few = [stats.t.ppf(0.975, 1 / (1 / 399 + 1 / (resamples - 1))) for resamples in (5, 60)]
+    assert halves == pytest.approx(np.sqrt(400 / 399) * np.array(few), rel=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -8,9 +8,9 @@ number of answers (Korn and Graubard 1998, Survey Methodology 24: 193-201)::
 
 where t is the 97.5% quantile of Student's distribution, and a unit is a record unless records share
 one. The variance is that between units: of a ratio of sums for a share of the records, and by
-bootstrap for other metrics. Its degrees of freedom are the smaller one of the units and the
-resamples, less one, so that few resamples make an interval longer and not too short. n* is at most
-the number of answers. Where nothing varies, so that no variance can be estimated, it is at most the
+bootstrap for other metrics. With R resamples, its degrees of freedom are 1 / (1 / (units - 1) + 1 /
+(R - 1)), so that few resamples make an interval longer and not too short. n* is at most the number
+of answers. Where nothing varies, so that no variance can be estimated, it is at most the
 number of units. For a mean over classes both are those of the smallest class, times the number of
 classes. No metric has more effective answers than the accuracy, so that few units do not make one
 interval narrow beside a wide one.
@@ -107,19 +107,19 @@ def resampled(
     return {metric.name: np.array(seen) for metric, seen in drawn.items()}
 
 
-def _spread(of: Compared, drawn: Floats) -> tuple[float, int]:
+def _spread(of: Compared, drawn: Floats) -> tuple[float, float]:
     """Return the variance of a metric between units, and its degrees of freedom."""
     some = drawn[np.isfinite(drawn)]
     if len(some) < 2 or of.units < 2:
-        return 0.0, 0
+        return 0.0, 0.0
     variance = float(np.var(some, ddof=1)) * of.units / (of.units - 1)
-    return variance, min(of.units, len(some)) - 1
+    return variance, 1 / (1 / (of.units - 1) + 1 / (len(some) - 1))
 
 
 def _around(of: Compared, metric: EvaluationMetric, value: float, drawn: Floats) -> Interval:
     """Return the interval of a metric that is no share; nan if nothing varies between units."""
     variance, freedom = _spread(of, drawn)
-    if not math.isfinite(value) or freedom < 1 or variance <= (NOTHING * value) ** 2:
+    if not math.isfinite(value) or not freedom > 0 or variance <= (NOTHING * value) ** 2:
         return math.nan, math.nan
     half = float(special.stdtrit(freedom, 1 - TAIL)) * math.sqrt(variance)
     low, high = metric.ends
@@ -146,7 +146,7 @@ def _effective(of: Compared, metric: EvaluationMetric, value: float, drawn: Floa
 
 
 def effective_size(
-    value: float, variance: float, answers: float, units: float, freedom: int
+    value: float, variance: float, answers: float, units: float, freedom: float
 ) -> float:
     """Return the effective number of answers of a metric, 0 to 1.
 
@@ -158,7 +158,7 @@ def effective_size(
         freedom: degrees of freedom of the variance.
     """
     spread = value * (1 - value)
-    if freedom < 1 or not variance > 0 or not spread > 0:
+    if not freedom > 0 or not variance > 0 or not spread > 0:
         return max(1.0, min(answers, units))
     most = max(answers, 2.0)
     few = special.stdtrit(max(most - 1, freedom), 1 - TAIL) / special.stdtrit(freedom, 1 - TAIL)
