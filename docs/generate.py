@@ -63,6 +63,7 @@ API_GROUPS = {
     "accounting": "Privacy costs",
     "studies": "Studies",
     "optim": "Your own optimizer",
+    "tasks": "Your own task",
     "dp": "Regions, mechanisms and moments",
     "randomness": "Sampling and randomness",
     "errors": "Failures",
