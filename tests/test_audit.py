@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from dpmac_cli.release.audit import Audit, as_likely, curve_bound, read_audit
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.headers import Event
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.canaries import Canaries
 from tests import secret_search
@@ -112,11 +111,7 @@ def an_audit(**other: Any) -> Audit:
     coins = (False, False, True, True, False, True, False, True)
     scores = (-9.0, -8.0, 0.0, 0.1, 0.2, 3.0, 4.0, 5.0)
     values = {"claimed": 1.0, "delta": DELTA, "guesses": 5, "scores": scores, "coins": coins}
-    return Audit(**{**values, "events": as_events(EVENTS), **other})
-
-
-def as_events(events: Iterable[TrainingEvent]) -> tuple[Event, ...]:
-    return tuple(Event(**vars(event)) for event in events)
+    return Audit(**{**values, "events": EVENTS, **other})
 
 
 @pytest.mark.parametrize(
@@ -138,12 +133,12 @@ def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
     coins = tuple(bool(i % 4) == (i >= count // 2) for i in range(count))  # 3 of 4 are right
     events = (TrainingEvent(0.5, 2.0, 4),)  # cheap to price with any noise
     values = {"guesses": 200, "scores": tuple(map(float, range(count))), "coins": coins}
-    found = an_audit(**values, events=as_events(events))
+    found = an_audit(**values, events=events)
     assert found.right == 150
     assert found.curve_bound == audit.curve_bound(events, DELTA, count, 200, 150) > 0.3
     above, below = found.curve_bound * 1.001, found.curve_bound * 0.999
-    assert an_audit(**values, events=as_events(events), claimed=above).holds
-    assert not an_audit(**values, events=as_events(events), claimed=below).holds
+    assert an_audit(**values, events=events, claimed=above).holds
+    assert not an_audit(**values, events=events, claimed=below).holds
 
 
 # Files.

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare, norm
 
-from dpmac_cli.accounting.accountants import COARSE, SIGMA_MAX, total_epsilon
+from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.calibration import (
-    MOST_STEPS,
     affordable_steps,
     calibrate_noise,
     calibrate_search,
     longest_run,
 )
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent, score_event
+from dpmac_cli.accounting.events import MOST_STEPS, SAMPLERS, SIGMA_MAX, TrainingEvent, score_event
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long

@@ -16,7 +16,13 @@ from importlib.metadata import version
 from typing import Any
 
 from dpmac_cli.accounting.allocation import allocated_gaussian
-from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
+from dpmac_cli.accounting.events import (
+    SIGMA_MAX,
+    SIGMA_MIN,
+    TrainingEvent,
+    by_records,
+    merged,
+)
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import (
     dp_accounting,
@@ -28,8 +34,6 @@ from dpmac_cli.libraries import (
 #: Accountants by name, with their method.
 ACCOUNTANTS: Mapping[str, str] = {"pld": "Connect-the-Dots", "rdp": "Renyi orders up to 1024"}
 DEFAULT_ACCOUNTANT = "pld"
-#: Bounds of noise multipliers: below, computations overflow; above, noise dominates everything.
-SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
 
 # Widths of the grid to which privacy loss is rounded up; every width gives an upper bound. The
 # loss and the grid grow like 1/sigma^2, so small sigma takes no more time.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN, total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, total_epsilon
+from dpmac_cli.accounting.events import MOST_STEPS, SIGMA_MAX, SIGMA_MIN, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError
@@ -18,8 +18,6 @@ from dpmac_cli.errors import BudgetError
 #: Noise multipliers are multiples of 1 over this, so the printed value is the value used.
 SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
-#: Maximum steps of a run, and of a search for the longest run.
-MOST_STEPS = 10_000_000
 #: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
 CLOSE, TRIES = 4e-3, 20
 #: Evaluations after which every other one halves what is left.

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.libraries import dp_accounting
@@ -12,6 +14,10 @@ from dpmac_cli.libraries import dp_accounting
 LEAST_RATE = 1e-6
 #: At smaller noise multipliers no amplification by random allocation is claimed.
 LEAST_NOISE = 0.4
+#: Bounds of noise multipliers: below, computations overflow; above, noise dominates everything.
+SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
+#: Largest number of steps of an event, and of steps per epoch, exact in float64.
+MOST_STEPS, MOST_COUNT = 10_000_000, 1 << 53
 #: Adjacency of every privacy cost: neighbours differ by one record.
 ADJACENCY = "add-or-remove-one"
 
@@ -42,30 +48,61 @@ SAMPLERS: Mapping[str, Sampling] = {
 SPLITS = ("training", "test")
 
 
+def _sampler(name: str) -> str:
+    if name not in SAMPLERS:
+        raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
+    return name
+
+
+#: Fields of an event, with the bounds of those in files.
+Sampler = Annotated[str, AfterValidator(_sampler), Field(json_schema_extra={"enum": [*SAMPLERS]})]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+#: Keys that an event in a file must have, because their defaults may change the privacy cost.
+IN_FILES = ("sampling_rate", "noise_multiplier", "steps", "sampler", "steps_per_epoch")
+
+
 @dataclass(frozen=True)
 class TrainingEvent:
-    """Gaussian mechanisms on sampled batches.
+    """Steps that used one set of keys: Gaussian mechanisms on sampled batches.
 
-    Attributes:
-        sampling_rate: q = B/n, in [0, 1].
-        noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
-        steps: number T of steps that used data (including empty batches), >= 0.
-        sampler: a key of :data:`SAMPLERS`.
-        steps_per_epoch: ceil(n/B); only used if a record is in one batch of each epoch.
-        records: split that it uses, "training" or "test". No record is in both, so events on one
-            split have no privacy cost for records of the other (parallel composition).
+    A pydantic model that has events as a field rejects those of a file that lack a key, have
+    another one, which may change the privacy cost, or numbers beyond the bounds of their types.
 
     Raises:
         InputError: lists every number that is not as stated, which would make the privacy cost
             too low.
     """
 
-    sampling_rate: float
-    noise_multiplier: float
-    steps: int
-    sampler: str = "poisson"
-    steps_per_epoch: int = 1
-    records: str = "training"
+    __pydantic_config__: ClassVar = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        revalidate_instances="always",
+        use_attribute_docstrings=True,
+        json_schema_extra={"required": [*IN_FILES]},
+    )
+
+    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
+    """Sampling rate q."""
+    noise_multiplier: Noise
+    """Noise multiplier sigma; 0 for no noise."""
+    steps: Steps
+    """T, number of steps of the part. An empty batch is a step."""
+    sampler: Sampler = "poisson"
+    """How batches were sampled."""
+    steps_per_epoch: Count = 1
+    """ceil(n/B). It determines the privacy cost of samplers that work by epochs."""
+    records: Literal["training", "test"] = "training"
+    """The split that was used: training, or test for scores released with noise. No record is in
+    both."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_complete(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and not values.keys() >= set(IN_FILES):
+            raise ValueError(f"an event has {', '.join(IN_FILES)}")
+        return values
 
     def __post_init__(self) -> None:
         raise_errors(self._faults())

@@ -268,7 +268,7 @@ def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
     privacy, search = report.privacy, report.privacy.trials
     if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:
         raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")
-    events, own_delta = privacy.training_events(), privacy.delta or DELTA
+    events, own_delta = privacy.events, privacy.delta or DELTA
     delta = asked.delta if "delta" in asked.explicit else own_delta
     size, unit = report.dataset.train_size, privacy.unit.name
     rows = [

@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
 from dpmac_cli.config.facts import DataFacts, PrivateNotes, listed

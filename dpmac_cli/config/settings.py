@@ -11,9 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.accounting.events import MOST_STEPS, SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.encoders import ENCODERS

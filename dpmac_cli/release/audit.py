@@ -21,12 +21,12 @@ from dpmac_cli.accounting.accountants import (
     total_epsilon,
     type_two_errors,
 )
-from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.events import Count, TrainingEvent, merged
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import SCHEMA_VERSION, parse_file
 from dpmac_cli.release.report_privacy import Events
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.headers import AnyNumber, Count, Number, Part
+from dpmac_cli.runs.headers import AnyNumber, Number, Part
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
@@ -121,8 +121,7 @@ class Audit(Part):
     @cached_property
     def curve_bound(self) -> float:
         """Lower bound on epsilon that the guesses prove for training with this trade-off curve."""
-        events = tuple(event.done for event in self.events)
-        return curve_bound(events, self.delta, len(self.coins), self.guesses, self.right)
+        return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
 
     @property
     def holds(self) -> bool:

@@ -46,7 +46,7 @@ def run_page(run: Path) -> str:
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
     if privacy.delta is not None:
         unit, search = privacy.unit.name, privacy.trials
-        row = price(privacy.training_events(), privacy.delta, unit=unit, search=search)
+        row = price(privacy.events, privacy.delta, unit=unit, search=search)
         pictures["What any membership attack can reach"] = trade_offs([row])
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)

@@ -215,7 +215,7 @@ def _check_size(
 def _account(done: Privacy, checksum: str) -> Account:
     """Return the account that a model file tells of; training it further adds to it."""
     return Account(
-        others=done.training_events(),
+        others=done.events,
         delta=done.delta or 0.0,
         unit=(short(done.unit.name), done.unit.told_by or ""),
         seeded=done.seed_policy.given,

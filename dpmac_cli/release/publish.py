@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,6 @@ import safetensors.torch
 from dpmac_cli import __version__, files
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.accounting.selection import Search
@@ -39,7 +38,6 @@ from dpmac_cli.release.report_privacy import (
 from dpmac_cli.release.sentences import AUDIT_RUN, DescribedRun, nist_statement, said, text
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
-from dpmac_cli.runs.headers import Event
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.tasks.task import Task
@@ -150,7 +148,7 @@ def privacy(run: DescribedRun) -> Privacy:
         steps=cost.steps,
         covered_scores=_covered_scores(run) if plan.score else None,
         search=None if plan.search is None else _search(run, plan.search),
-        events=_events(spent.events),
+        events=spent.events,
         adjacency="add-or-remove-one" if plan.private else None,
         accountant=accountant_name(cost.accountant) if plan.private else None,
         risk=RiskBounds(**risk.values()) if plan.private else None,
@@ -160,10 +158,6 @@ def privacy(run: DescribedRun) -> Privacy:
         seed_policy=SeedPolicy(given=spent.seeded, statement=text("seeds", run)),
         randomness=Randomness(secure=spent.secure, statement=text("randomness", run)),
     )
-
-
-def _events(events: Sequence[TrainingEvent]) -> tuple[Event, ...]:
-    return tuple(Event(**vars(event)) for event in events)
 
 
 def _covered_scores(run: DescribedRun) -> CoveredScores:
@@ -186,7 +180,7 @@ def _search(run: DescribedRun, search: Search) -> SearchResult:
         most_trials=search.trials.most,
         epsilon_of_a_trial=files.finite_or_none(search.trial_epsilon(run.plan.settings.delta)),
         space=search.space,
-        candidates=tuple(_events(events) for events in search.candidates),
+        candidates=search.candidates,
         statement=text("search", run),
     )
 
@@ -336,7 +330,7 @@ def _write_audit(session: Session, written: report.Report) -> None:
         guesses=guesses(len(canaries.coins)),
         scores=tuple(canaries.scores.tolist()),
         coins=tuple(canaries.coins.tolist()),
-        events=_events([e for e in session.account.events if e.records == "training"]),
+        events=tuple(e for e in session.account.events if e.records == "training"),
     )
     text_of_audit = files.to_json(found.as_json())
     files.write_atomically(session.where / folder.AUDIT, text_of_audit.encode())

@@ -17,21 +17,18 @@ from pydantic import (
     model_validator,
 )
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import MOST_COUNT, Count, Steps, TrainingEvent
 from dpmac_cli.config.datasets import Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.release.report_privacy import PrintableText, Privacy, Said
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
-    MOST_COUNT,
     MOST_NUMBER,
     AnyNumber,
-    Count,
     Number,
     Part,
     Score,
     Sha256,
-    Steps,
     Versioned,
 )
 from dpmac_cli.tasks.task import ASKED, EvaluationMetric, Task, task_of
@@ -412,4 +409,4 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
     found = ledger.read_ledger(run)
     if found is not None and not (run / folder.REPORT).exists():
         return found.planned
-    return read_report(run).privacy.training_events()
+    return read_report(run).privacy.events

@@ -4,18 +4,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import MOST_COUNT, Count, Sampler, Steps, TrainingEvent
 from dpmac_cli.accounting.risk import Attack, Share
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
 from dpmac_cli.runs.headers import (
-    MOST_COUNT,
     MOST_PARTS,
-    Count,
-    Event,
     Number,
     Part,
-    Sampler,
-    Steps,
 )
 
 
@@ -25,7 +20,7 @@ def _printable(text: str) -> str:
     return text
 
 
-Events = Annotated[tuple[Event, ...], Field(min_length=1, max_length=MOST_PARTS)]
+Events = Annotated[tuple[TrainingEvent, ...], Field(min_length=1, max_length=MOST_PARTS)]
 PrintableText = Annotated[str, AfterValidator(_printable)]
 
 
@@ -54,8 +49,7 @@ class SearchResult(Said):
     @property
     def search(self) -> Search:
         """Return the number of trials and the candidates."""
-        candidates = (tuple(event.done for event in events) for events in self.candidates)
-        return Search(Trials(self.mean_trials, self.most_trials), tuple(candidates))
+        return Search(Trials(self.mean_trials, self.most_trials), self.candidates)
 
 
 class Unit(Part):
@@ -193,10 +187,6 @@ class Privacy(Said):
         if self.search is not None and self.events not in self.search.candidates:
             raise ValueError("the events are not those of a trial of the search")
         return self
-
-    def training_events(self) -> tuple[TrainingEvent, ...]:
-        """Return the events of all parts."""
-        return tuple(event.done for event in self.events)
 
     @property
     def trials(self) -> Search | None:

@@ -4,32 +4,20 @@ A file that was damaged or made up is rejected when it is read, with one message
 so large that what follows fails or does not end.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import Count, Steps, TrainingEvent
 
-#: Largest number of a header, exact in float64, and of a header's numbers with a fraction.
-MOST_COUNT, MOST_NUMBER = 1 << 53, 1e300
+#: Largest number of a header with a fraction.
+MOST_NUMBER = 1e300
 #: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
 
 
-def _sampler(name: str) -> str:
-    if name not in SAMPLERS:
-        raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
-    return name
-
-
-Sampler = Annotated[str, AfterValidator(_sampler), Field(json_schema_extra={"enum": [*SAMPLERS]})]
-Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Number = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
 AnyNumber = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
-Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 #: A score, or the ends of its interval.
 Score = bool | AnyNumber | None | tuple[AnyNumber | None, ...]
@@ -47,44 +35,16 @@ class Part(BaseModel):
     )
 
 
-class Event(Part):
-    """Steps that used one set of keys.
-
-    Other keys are rejected, because they may change the privacy cost.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
-    """Sampling rate q."""
-    noise_multiplier: Noise
-    """Noise multiplier sigma; 0 for no noise."""
-    steps: Steps
-    """T, number of steps of the part. An empty batch is a step."""
-    sampler: Sampler
-    """How batches were sampled."""
-    steps_per_epoch: Count
-    """ceil(n/B). It determines the privacy cost of samplers that work by epochs."""
-    records: Literal["training", "test"] = "training"
-    """The split that was used: training, or test for scores released with noise. No record is in
-    both."""
-
-    @property
-    def done(self) -> TrainingEvent:
-        """Return the event, which every accountant supports."""
-        return TrainingEvent(**dict(self))
-
-
 class Spent(Part):
     """Steps that a run may have taken: ``spent`` of spent.json, beside its checksum."""
 
-    earlier: Annotated[tuple[Event, ...], Field(max_length=MOST_PARTS)]
-    event: Event
+    earlier: Annotated[tuple[TrainingEvent, ...], Field(max_length=MOST_PARTS)]
+    event: TrainingEvent
     base: Steps
     begun: Steps
     seeded: bool
     secure: bool
-    score: Event | None
+    score: TrainingEvent | None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

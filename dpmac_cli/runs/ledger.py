@@ -91,11 +91,11 @@ def read_ledger(run: Path) -> Account | None:
             return None
         kept = headers.Spent.model_validate_json(json.dumps(found["spent"]), strict=True)
         account = Account(
-            earlier=tuple(done(event.done) for event in kept.earlier),
-            event=kept.event.done,
+            earlier=tuple(done(event) for event in kept.earlier),
+            event=kept.event,
             base=kept.base,
             begun=kept.begun,
-            score=None if kept.score is None else kept.score.done,
+            score=kept.score,
             seeded=kept.seeded,
             secure=kept.secure,
         )
