@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         lambda v: v["privacy"]["events"][0].update(sampler="dice"),
     ),
     "event with another key": (
-        "privacy.events.0.batch: Extra",
+        "privacy.events.0.batch: Unexpected",
         lambda v: v["privacy"]["events"][0].update(batch=3),
     ),
     "newer": (
