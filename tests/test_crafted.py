@@ -207,7 +207,7 @@ def of_text_model(count: int) -> None:
         said(what, "predict", run, "x.npz", "--force", codes=(0, 2, 4))
 
 
-def on_texts() -> Path:
+def on_texts(**more: Any) -> Path:
     """Return a run on texts, with texts to predict in x.npz."""
     write_encoder(Path("encoder"))
     texts, classes = zip(*notes(40), strict=True)
@@ -219,6 +219,7 @@ def on_texts() -> Path:
         "steps": 2,
         "batch_size": 8,
         "device": "cpu",
+        **more,
     }
     finish(train(resolve({**flags, "dataset": data, "out": "run"}).plan))
     np.savez("x.npz", x=np.array(["no pain", "severe cough"]))
@@ -377,7 +378,7 @@ def test_a_million_layers_are_refused_at_once(layers: float) -> None:
 @pytest.mark.promise("fuzz")
 def test_a_network_is_not_built_that_its_weights_cannot_fill() -> None:
     """Each number may be one of a large network; together they need terabytes."""
-    run = on_texts()
+    run = on_texts(train="norm")
     tensors, facts = facts_in(run / folder.MODEL)
     large = {"vocab_size": 1 << 23, "hidden_size": 1 << 15, "intermediate_size": 1 << 17}
     facts["model"]["public_part"]["encoder"]["form"] |= large

@@ -147,6 +147,8 @@ PUBLIC = {
     "privacy.statement",
     "state",
     "test.loss",
+    "test.log_loss",
+    "test.constant_log_loss",
     "recipe.loss",  # its name
     "recipe.shares",
     "test.samples",

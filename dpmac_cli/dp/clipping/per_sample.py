@@ -307,8 +307,7 @@ class PerSample:
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
-        products = self._products or nullcontext()
-        with torch.no_grad(), supported(), taps_on, DrawnAgain(), products:
+        with torch.no_grad(), supported(), taps_on, DrawnAgain(), self._products or nullcontext():
             (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
         if self._results is not None:
             self._results += results
