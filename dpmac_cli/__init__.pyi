@@ -8,6 +8,7 @@ from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
+from .config.networks import register_features as register_features
 from .config.settings import Settings as Settings
 from .data.dataset import Declaration as Declaration
 from .data.in_memory import ArrayData as ArrayData

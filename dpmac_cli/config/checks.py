@@ -9,7 +9,14 @@ from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
 from dpmac_cli.config.facts import DataFacts, PrivateNotes, listed
-from dpmac_cli.config.networks import BACKBONES, Backbone, Scattered, UserModel
+from dpmac_cli.config.networks import (
+    BACKBONES,
+    FEATURES,
+    Backbone,
+    OwnFeatures,
+    Scattered,
+    UserModel,
+)
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Settings
 from dpmac_cli.errors import counted
@@ -151,9 +158,9 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
     """Yield faults in combinations of frozen layers with other settings."""
     features, weights, facts = plan.features, plan.pretrained, plan.facts
     if features is not None:
-        name = "features" if isinstance(features, Scattered) else "backbone"
+        name = "features" if features.kind in FEATURES else "backbone"
         flag = f"{{{name}=}}{features.kind}"
-        if features.reads != facts.holds:
+        if facts.holds not in features.reads:
             declarable = (features.reads, facts.holds) == ("texts", "numbers")
             yield (
                 f"{flag} is for {features.reads}, but {facts.typed} contains {facts.holds}. "
@@ -172,7 +179,7 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
     if weights is not None and not weights.is_file():
         yield f"{{pretrained}}: no such file: {weights}."
     augmented = plan.settings.augment is not None
-    if augmented and (isinstance(features, Scattered) or plan.trained.part == "head"):
+    if augmented and (isinstance(features, Scattered | OwnFeatures) or plan.trained.part == "head"):
         yield (
             "{augmentations} uses new views in every step, but features of frozen layers are "
             "computed only once. Leave one of them out."

@@ -13,7 +13,14 @@ from typing import Any
 from dpmac_cli.config.datasets import DATASETS, Dataset, Defaults
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.named import BEST, PAPER
-from dpmac_cli.config.networks import BACKBONES, MODELS, SMALL, Scattered, Trained
+from dpmac_cli.config.networks import (
+    BACKBONES,
+    MODELS,
+    SMALL,
+    Scattered,
+    Trained,
+    fixed_features,
+)
 from dpmac_cli.config.settings import DELTA, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
@@ -119,7 +126,7 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
     if given.backbone is not None:
         return TEXTS if facts.texts else IMAGES
     if given.features is not None:
-        kind_of_features = Scattered(given.features)
+        kind_of_features = fixed_features(given.features)
         if kind_of_features.fault(facts.shape) is None:
             features = math.prod(kind_of_features.shape_of(facts.shape))
             return _of_features(features, _scale(given, facts))
@@ -133,7 +140,7 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
 
 
 def _of_features(features: int, scale: float) -> Regime:
-    """Return how to train a linear layer on scattering features."""
+    """Return how to train a linear layer on fixed features."""
     if scale < FEW:
         return Regime(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
     return Regime(6, 20, 0.003, 0.95) if features > WIDE else Regime(12, 80, 0.002, 0.98)

@@ -1,10 +1,12 @@
 """Registry of networks and features, and references to user-supplied models. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from dpmac_cli.config.encoders import FeatureKind, TextEncoder
+from dpmac_cli.errors import InputError
 from dpmac_cli.files import table
 
 HERE = Path(__file__).parent
@@ -59,8 +61,9 @@ class NetworkKind:
 SMALL = 32 * 32
 
 MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
-#: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
-FEATURES: Mapping[str, str] = {
+#: Fixed, public features by name: those computed by :mod:`dpmac_cli.models.features`, and those of
+#: :func:`register_features`.
+FEATURES: dict[str, str] = {
     "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
     "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
 }
@@ -88,6 +91,68 @@ class Scattered(FeatureKind):
             f"must have a height and width that are multiples of {SHRINK}, but their shape is "
             f"{image}."
         )
+
+
+@dataclass(frozen=True)
+class OwnFeatures(FeatureKind):
+    """Features of :func:`register_features`, by their name."""
+
+    kind: str
+
+    reads: ClassVar = "images or numbers"
+
+    def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (channels, height, width) of the features of a record."""
+        return OWN_FEATURES[self.kind].width, 1, 1
+
+    def fault(self, _: tuple[int, int, int]) -> str | None:
+        """Return nothing: the function says itself what it needs."""
+        return None
+
+
+@dataclass(frozen=True)
+class Featuriser:
+    """A function of one record, and the number of features that it returns."""
+
+    function: Callable[[Any], Any]
+    width: int
+
+
+#: Functions of :func:`register_features` by name.
+OWN_FEATURES: dict[str, Featuriser] = {}
+
+Function = TypeVar("Function", bound=Callable[[Any], Any])
+
+
+def register_features(name: str, width: int, about: str = "") -> Callable[[Function], Function]:
+    """Register a function that turns a record into features, for ``--features`` and ``features=``.
+
+    It gets one record as a float32 tensor, standardised: an image of shape (channels, height,
+    width), or numbers, shape (columns,). It returns ``width`` numbers, as a tensor or anything that
+    torch can convert to one. Features are computed once per record, before training, and have no
+    privacy cost: the function must be the same for all records, and made without private ones.
+    What is published is the name. A program that evaluates or predicts registers the same function.
+
+    Args:
+        name: name in commands and reports. An earlier function of that name is replaced.
+        width: number of features, at least 1.
+        about: what the features are, for help and reports; the name by default.
+
+    Raises:
+        InputError: the name is that of features that dpmac has, or the width is no positive
+            integer.
+    """
+    if name in FEATURES and name not in OWN_FEATURES:
+        raise InputError(f"The features {name} are dpmac's own. Choose another name.")
+    if not isinstance(width, int) or width < 1:
+        raise InputError(f"width must be the number of features, an integer from 1, not {width!r}.")
+
+    def register(function: Function) -> Function:
+        OWN_FEATURES[name] = Featuriser(function, width)
+        FEATURES[name] = about or name
+        return function
+
+    return register
 
 
 #: URL of torchvision's published weights.
@@ -148,8 +213,13 @@ class Backbone(FeatureKind):
         return None
 
 
+def fixed_features(name: str) -> Scattered | OwnFeatures:
+    """Return the features of a name of :data:`FEATURES`."""
+    return OwnFeatures(name) if name in OWN_FEATURES else Scattered(name)
+
+
 #: Features that a network may take instead of images, or instead of tokens of texts.
-Features = Scattered | Backbone | TextEncoder
+Features = Scattered | OwnFeatures | Backbone | TextEncoder
 
 
 @dataclass(frozen=True)

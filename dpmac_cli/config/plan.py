@@ -22,9 +22,9 @@ from dpmac_cli.config.networks import (
     Backbone,
     BuiltIn,
     Features,
-    Scattered,
     Trained,
     UserModel,
+    fixed_features,
     parse_model,
 )
 from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
@@ -118,7 +118,7 @@ class Plan:
             return _text_encoder(settings.backbone, self.facts)
         if settings.backbone is not None and settings.backbone_size is not None:
             return Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
-        return None if settings.features is None else Scattered(settings.features)
+        return None if settings.features is None else fixed_features(settings.features)
 
     @property
     def pretrained(self) -> Path | None:

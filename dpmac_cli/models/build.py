@@ -17,12 +17,21 @@ from torch import nn
 
 from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.encoders import TextEncoder
-from dpmac_cli.config.networks import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
+from dpmac_cli.config.networks import (
+    MODELS,
+    OWN_FEATURES,
+    Backbone,
+    BuiltIn,
+    Features,
+    OwnFeatures,
+    Trained,
+    UserModel,
+)
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
-from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
+from dpmac_cli.models.features import FrozenFeatures, OneByOne, WithHead, freeze, with_features
 from dpmac_cli.models.text_encoder import PUBLISHED_OF_TEXTS, CausalModel, TextFeatures, on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -98,6 +107,8 @@ def _behind(
         if not head_only:
             return on_texts(texts, head)
         return FrozenFeatures(texts, head, torch.float32, PUBLISHED_OF_TEXTS)
+    if isinstance(features, OwnFeatures):
+        return FrozenFeatures(OneByOne(OWN_FEATURES[features.kind]), head, torch.float32, ())
     if not isinstance(features, Backbone):
         return with_features(head, signature.shape, features.kind)
     backbone = PublicBackbone(features, signature)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli.config.networks import SCATTERED, Trained
+from dpmac_cli.config.networks import SCATTERED, Featuriser, Trained
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
+from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.scattering import Scattering
 
@@ -97,6 +98,30 @@ class FrozenFeatures(WithHead):
         """Return the logits for images."""
         logits: Tensor = self.head(self.features(x).to(x.dtype))
         return logits
+
+
+class OneByOne(nn.Module):
+    """Features of records by a function of one record, which so cannot mix them."""
+
+    def __init__(self, features: Featuriser) -> None:
+        super().__init__()
+        self._features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features, shape (records, width, 1, 1). Raises ModelError for other results."""
+        return torch.stack([self._of(row) for row in x])[:, :, None, None]
+
+    def _of(self, row: Tensor) -> Tensor:
+        record = row.flatten() if row.ndim == 3 and row.shape[1:] == (1, 1) else row
+        with code_of_network(record[None]):
+            found = torch.as_tensor(self._features.function(record.clone()))
+        if found.shape != (self._features.width,):
+            raise ModelError(
+                f"The function of features returned a tensor of shape {tuple(found.shape)} for a "
+                f"record of shape {tuple(record.shape)}, but it was registered with width="
+                f"{self._features.width}: it must return that many numbers."
+            )
+        return found.detach().to(row)
 
 
 class Mirrored(nn.Module):

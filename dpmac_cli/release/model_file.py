@@ -307,8 +307,11 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
     if named in registry.BACKBONES and part.backbone_size is not None:
         return registry.Backbone(named, part.backbone_size, part.backbone_flips)
     if named in registry.FEATURES:
-        return registry.Scattered(named)
-    raise ModelError(f"{file} needs features '{named}', which this version does not support.")
+        return registry.fixed_features(named)
+    raise ModelError(
+        f"{file} needs features '{named}', which this version does not have. If they are your own, "
+        "predict and evaluate in a program that registers them: register_features."
+    )
 
 
 def _read(path: Path) -> ModelFile:

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import listed
-from dpmac_cli.config.networks import BACKBONES, FEATURES, PARTS, Backbone, Scattered
+from dpmac_cli.config.networks import BACKBONES, FEATURES, PARTS, Backbone, OwnFeatures, Scattered
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.optim.optimizer import InBall
 
@@ -74,7 +74,12 @@ class DescribedRun:
     @property
     def features(self) -> str:
         """Kind of features that the network takes instead of its records; "" for none."""
-        kinds = {Scattered: "scattered", Backbone: "backbone", TextEncoder: "texts"}
+        kinds = {
+            Scattered: "scattered",
+            OwnFeatures: "own",
+            Backbone: "backbone",
+            TextEncoder: "texts",
+        }
         return kinds.get(type(self.plan.features), "")
 
     @property
@@ -238,6 +243,13 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         lambda run: run.features == "scattered",
         "The network takes fixed features of an image ({run.about}), which depend on that image "
         "alone and contain nothing that was learnt.",
+    ),
+    (
+        "public part",
+        lambda run: run.features == "own",
+        "The network takes features of each record from a function of the program ({run.about}), "
+        "which sees one record at a time. That it was made without the records above is declared "
+        "by whoever trained the model; epsilon does not cover it.",
     ),
     (
         "public part",

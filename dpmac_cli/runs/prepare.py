@@ -10,7 +10,7 @@ from torch import nn
 from dpmac_cli.config import checks
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
-from dpmac_cli.config.networks import BACKBONES, Backbone, BuiltIn, UserModel
+from dpmac_cli.config.networks import BACKBONES, Backbone, BuiltIn, OwnFeatures, UserModel
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.data.read import read
@@ -113,7 +113,8 @@ def prepare(
     trained = model
     if parts is not None:
         # On a CPU, texts are encoded in batches that depend on their lengths.
-        parts.separate = isinstance(plan.features, TextEncoder) and device.type == "cpu"
+        on_texts = isinstance(plan.features, TextEncoder) and device.type == "cpu"
+        parts.separate = on_texts or isinstance(plan.features, OwnFeatures)
         parts.own = own
         data, _ = featured(parts, data, _of_features(plan), cache_folder())
         trained = parts.head

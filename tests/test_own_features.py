@@ -1,0 +1,136 @@
+"""Features of programs: one function of one record and one registration, at every door."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpmac_cli import (
+    ArrayData,
+    InputError,
+    finish,
+    load_model,
+    predict,
+    register_features,
+    resolve,
+    score,
+    train,
+)
+from dpmac_cli.config.networks import FEATURES, OWN_FEATURES
+from dpmac_cli.errors import ModelError
+
+QUICK: dict[str, Any] = {
+    **{"features": "pooled", "model": "linear", "sigma": 1, "steps": 3, "device": "cpu"},
+    **{"batch_size": 200, "out": "run"},
+}
+WIDTH = 16
+
+
+def pooled(image: Tensor) -> Tensor:
+    return torch.nn.functional.avg_pool2d(image, 2).flatten()
+
+
+@pytest.fixture(autouse=True)
+def _registered(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Features that are registered for one test."""
+    monkeypatch.chdir(tmp_path)
+    register_features("pooled", WIDTH, "means of squares")(pooled)
+    yield
+    for name in list(OWN_FEATURES):
+        del OWN_FEATURES[name], FEATURES[name]
+
+
+def test_a_run_is_scored_and_predicts_with_the_same_function() -> None:
+    finished = finish(train(resolve(dataset="digits", **QUICK)))
+    assert score("run").result.accuracy == finished.report["test"]["accuracy"]
+    part = finished.report["model"]["public_part"]
+    assert part["features"] == "pooled"
+    assert "(means of squares), which sees one record at a time" in part["statement"]
+    assert finished.report["model"]["parameters"] == 10 * WIDTH + 10
+    images = np.random.RandomState(0).randint(0, 17, (30, 1, 8, 8)).astype(np.uint8)
+    together = predict("run", images).probabilities
+    alone = [predict("run", images[row : row + 1]).probabilities[0] for row in range(3)]
+    assert np.allclose(np.stack(alone), together[:3], atol=1e-6)
+
+
+def test_a_program_without_the_function_is_told_to_register_it() -> None:
+    finish(train(resolve(dataset="digits", **QUICK)))
+    del OWN_FEATURES["pooled"], FEATURES["pooled"]
+    with pytest.raises(ModelError, match=r"needs features .pooled.*register_features"):
+        load_model("run")
+
+
+@pytest.mark.promise("features")
+def test_a_function_sees_one_record_at_a_time() -> None:
+    seen = list[tuple[int, ...]]()
+
+    @register_features("seen", WIDTH)
+    def of_one(image: Tensor) -> Tensor:
+        seen.append(tuple(image.shape))
+        image += 1  # which changes no record
+        return image.flatten()[:WIDTH]
+
+    finish(train(resolve(dataset="digits", **QUICK | {"features": "seen"})))
+    score("run")
+    assert set(seen) == {(1, 8, 8)}
+
+
+def test_rows_of_numbers_are_vectors() -> None:
+    @register_features("some", 2)
+    def first_two(row: Tensor) -> list[float]:
+        assert row.shape == (5,)
+        return row[:2].tolist()
+
+    x = np.random.RandomState(0).rand(200, 5)
+    data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
+    finished = finish(train(resolve(dataset=data, **QUICK | {"features": "some", "batch_size": 50})))
+    assert finished.report["model"]["parameters"] == 2 * 2 + 2
+    assert len(predict("run", x[:7]).predicted) == 7
+
+
+def test_another_number_of_features_is_refused() -> None:
+    register_features("wrong", WIDTH)(lambda image: image.flatten())
+    with pytest.raises(ModelError, match=r"returned a tensor of shape \(64,\).*width=16"):
+        finish(train(resolve(dataset="digits", **QUICK | {"features": "wrong"})))
+
+
+@pytest.mark.promise("published")
+def test_a_failing_function_quotes_no_record() -> None:
+    @register_features("failing", WIDTH)
+    def failing(image: Tensor) -> Tensor:
+        raise ValueError(f"pixels {image.flatten().tolist()}")
+
+    with pytest.raises(ModelError) as caught:
+        finish(train(resolve(dataset="digits", **QUICK | {"features": "failing"})))
+    assert "pixels" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "width"), [("scatter", 3), ("mine", 0), ("mine", 2.5)])
+def test_bad_registrations_are_refused(name: str, width: Any) -> None:
+    with pytest.raises(InputError):
+        register_features(name, width)
+
+
+def test_texts_have_encoders_instead() -> None:
+    data = ArrayData(["one text", "another"] * 20, ["a", "b"] * 20, classes=["a", "b"])
+    with pytest.raises(InputError):
+        resolve(dataset=data, **QUICK)
+
+
+def test_help_lists_what_is_registered() -> None:
+    code = (
+        "import dpmac_cli\n"
+        "dpmac_cli.register_features('pooled', 16, 'means of squares')(lambda image: image)\n"
+        "import sys; sys.argv = ['dpmac', 'train', '--features', 'poled']\n"
+        "from dpmac_cli.__main__ import main\n"
+        "main()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "pooled" in ran.stderr
