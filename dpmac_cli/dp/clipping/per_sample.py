@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from dpmac_cli.dp.clipping.batches import (
     Batch,
@@ -43,6 +43,7 @@ from dpmac_cli.dp.clipping.padding import read_otherwise
 from dpmac_cli.dp.clipping.vmap_support import (
     DrawnAgain,
     KeptResults,
+    called_with,
     constant_draws,
     reason_of_vmap,
     supported,
@@ -295,7 +296,7 @@ class PerSample:
             read.clear()
             left[:] = taps
             given = trained | own
-            network = partial(_called_with, model, given) if given else model
+            network = partial(called_with, model, given) if given else model
             with nullcontext() if kept is None else KeptResults(kept):
                 loss, weight = self._alone.loss(network, x, y)
             if left:
@@ -490,11 +491,6 @@ class PerSample:
 def _stacked(weights: Sequence[Weights]) -> Weights:
     """Return weights of samples as those of a chunk."""
     return Weights(*map(torch.stack, zip(*weights, strict=True)))
-
-
-def _called_with(model: nn.Module, parameters: dict[str, Tensor], x: Batch) -> Any:
-    """Call a network with other parameters; a batch that is a tuple is one argument."""
-    return functional_call(model, parameters, (x,))
 
 
 def _first(layers: Sequence[Layer]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._functorch import autograd_function
-from torch.func import vmap
+from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +50,11 @@ def unwrapped(network: nn.Module) -> nn.Module:
         return unwrapped(network.module)
     before = getattr(network, "_orig_mod", None)
     return before if isinstance(before, nn.Module) else network
+
+
+def called_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Any:
+    """Call a network with other parameters; a batch that is a tuple is one argument."""
+    return functional_call(model, parameters, (x,))
 
 
 def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
