@@ -228,7 +228,7 @@ def _show(scored: "Scored", json: bool) -> None:
         )
         for metric in result.task.metrics
     )
-    columns = ("value", "95% interval", "constant prediction")
+    columns = ("value", "95% interval", "constant")
     tables = [late.display.Cells("", columns, cells, bold=("value",))]
     if "confusion" in details:
         tables.append(late.display.cells_by_class(result.task.names, details))
