@@ -9,7 +9,7 @@ from pydantic import Field
 
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, stop, stop_request
-from dpmac_cli.config.flags import SomePath
+from dpmac_cli.config.flags import SomePath, is_given
 from dpmac_cli.config.settings import SETTINGS, Config, Settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
 from dpmac_cli.files import to_json
@@ -112,8 +112,9 @@ def _end(finished: "Finished") -> None:
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
+    local = {name: flags[name] for name in OF_MACHINE if is_given(flags[name])}
     with stop_request():
         try:
-            late.workers.run_worker(ranks, {name: flags[name] for name in OF_MACHINE})
+            late.workers.run_worker(ranks, local)
         except DpmacError as failure:
             raise RunError([f"Rank {ranks.rank}: {error}" for error in failure.errors]) from failure
