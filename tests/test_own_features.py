@@ -89,7 +89,8 @@ def test_rows_of_numbers_are_vectors() -> None:
 
     x = np.random.RandomState(0).rand(200, 5)
     data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
-    finished = finish(train(resolve(dataset=data, **QUICK | {"features": "some", "batch_size": 50})))
+    settings = QUICK | {"features": "some", "batch_size": 50}
+    finished = finish(train(resolve(dataset=data, **settings)))
     assert finished.report["model"]["parameters"] == 2 * 2 + 2
     assert len(predict("run", x[:7]).predicted) == 7
 
