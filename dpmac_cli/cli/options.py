@@ -231,6 +231,7 @@ def command(
             validated = own.model_validate({name: typed.pop(name) for name in own.model_fields})
             function(**typed, **{name: getattr(validated, name) for name in own.model_fields})
 
+        # typer reads options from it, which functions have by no declared attribute.
         call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in signature}
         return call

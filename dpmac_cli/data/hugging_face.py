@@ -44,7 +44,7 @@ def is_hugging_face(value: object) -> bool:
 @register_reader("Hugging Face", _is_dataset)
 def read_hugging_face(declared: Declaration) -> Reading:
     """Return the records of a dataset. Raises InputError with every fault found."""
-    assert declared.in_memory is not None  # noqa: S101
+    assert declared.in_memory is not None  # noqa: S101  (the reader fits only such data)
     splits = _splits(declared.in_memory.frame, str(declared.path))
     features = splits[0].features
     label = _label_of(features) if declared.labels and is_labelled(declared.settings.task) else None

@@ -90,7 +90,7 @@ def _is_arrays(declared: Declaration) -> bool:
 @register_reader("arrays", _is_arrays)
 def read_in_memory(declared: Declaration) -> Reading:
     """Return arrays in memory, with texts as numbers. Raises InputError with every fault found."""
-    assert declared.in_memory is not None  # noqa: S101
+    assert declared.in_memory is not None  # noqa: S101  (the reader fits only such data)
     arrays = dict(declared.in_memory.arrays or {})
     if "y" not in arrays and declared.labels and is_labelled(declared.settings.task):
         raise InputError(

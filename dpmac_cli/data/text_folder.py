@@ -18,7 +18,7 @@ SUFFIX = ".txt"
 def read_folder(declared: Declaration) -> Reading:
     """Return the texts of a folder. Raises InputError with every fault, by the names of files."""
     reader = declared.texts
-    assert reader is not None  # noqa: S101
+    assert reader is not None  # noqa: S101  (the reader fits only texts)
     faults, what = Faults(), f"a file of text ({SUFFIX})"
     if not declared.labels:
         names, strays = new_files(declared.path, (SUFFIX,), "a file of text")

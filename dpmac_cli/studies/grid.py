@@ -165,13 +165,13 @@ class Run:
     @property
     def folder(self) -> Path:
         """Return the folder of the run."""
-        assert self.plan.settings.out is not None  # noqa: S101
+        assert self.plan.settings.out is not None  # noqa: S101  (a study sets it)
         return self.plan.settings.out
 
     @property
     def seed(self) -> int:
         """Return the seed of the run."""
-        assert self.plan.settings.seed is not None  # noqa: S101
+        assert self.plan.settings.seed is not None  # noqa: S101  (a study sets it)
         return self.plan.settings.seed
 
     @property
