@@ -17,7 +17,7 @@ from pyarrow import csv
 from torch import Tensor
 
 from dpmac_cli.config.encoders import read_encoder
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, pooled, token_mask
+from dpmac_cli.features.texts import TextFeatures, encoder_weights, pooled, token_mask
 
 BATCH = 32
 

@@ -32,7 +32,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dpmac_cli import load_model
 from dpmac_cli.config.encoders import read_encoder
-from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
+from dpmac_cli.features.texts import encoder_weights
+from dpmac_cli.models.language_model import CausalModel
 
 TOKENS, WORDS, BATCH = 24, 2000, 32
 #: Numbers that a made-up sentence could have, how often it is inserted, and sentences of each kind.

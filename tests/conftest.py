@@ -16,8 +16,8 @@ from dpmac_cli.config import plan
 from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import as_flags
+from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import prepare

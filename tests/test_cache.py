@@ -26,11 +26,11 @@ from dpmac_cli.data.cache import (
     make_room,
 )
 from dpmac_cli.errors import InputError
+from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.features.stored import PROBED, featured
 from dpmac_cli.files import PART
 from dpmac_cli.models import dataset
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.feature_cache import PROBED, featured
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.progress import LISTENER, Computing
 from dpmac_cli.runs import prepare
 from dpmac_cli.runs.resolve import resolve

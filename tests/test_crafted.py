@@ -23,8 +23,8 @@ from torch import Tensor
 from dpmac_cli import ArrayData, resolve
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.errors import DpmacError, InputError
+from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, unpacked
 from dpmac_cli.release.model_file import CHECKSUM
 from dpmac_cli.release.run import finish, train

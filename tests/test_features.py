@@ -33,22 +33,21 @@ from dpmac_cli.config.networks import (
     parse_model,
 )
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import backbones, feature_cache
-from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
-from dpmac_cli.models.build import build_model
-from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.feature_cache import AT_A_TIME, _run_of, featured
-from dpmac_cli.models.features import (
+from dpmac_cli.features import backbones, stored
+from dpmac_cli.features.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
+from dpmac_cli.features.frozen import (
     FrozenFeatures,
-    LoraLinear,
     Mirrored,
     WithHead,
     cut_before_head,
-    freeze,
     head_of,
     with_features,
 )
-from dpmac_cli.models.scattering import Scattering
+from dpmac_cli.features.scattering import Scattering
+from dpmac_cli.features.stored import AT_A_TIME, _run_of, featured
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.models.trained_part import LoraLinear, freeze
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published
 from dpmac_cli.progress import Computing, heard_by
@@ -144,7 +143,7 @@ def features_of(
     """Whether features, of few digits by default, are computed, and their SHA-256."""
     events: list[Any] = []
     parts = parts or with_features(nn.Identity(), DIGITS.shape)
-    with heard_by(events.append), patch.object(feature_cache, "AT_A_TIME", 20):
+    with heard_by(events.append), patch.object(stored, "AT_A_TIME", 20):
         _, sha256 = featured(parts, data or some_digits(), {}, cache)
     return computed(events), sha256
 
@@ -256,7 +255,7 @@ def test_a_frozen_part_keeps_nothing_of_a_record(part: type[nn.Module], cache: P
     parts, data = cut_before_head(model, DIGITS.shape), some_digits()
     data.train.images[1:] //= 4  # the first has the largest number
     parts.own = True
-    with patch.object(feature_cache, "AT_A_TIME", 20):
+    with patch.object(stored, "AT_A_TIME", 20):
         found, _ = featured(parts, data, {}, cache)
     x = data.standardised(data.train.images).flatten(1)
     alone = x / x.abs().amax(1, keepdim=True)
@@ -424,7 +423,7 @@ def test_a_record_more_changes_no_feature_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, though the number of rows changes each: the last one is alone in its batch."""
-    monkeypatch.setattr(feature_cache, "AT_A_TIME", 64)
+    monkeypatch.setattr(stored, "AT_A_TIME", 64)
     records, others = 65, torch.zeros(2, dtype=torch.long)
     images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
     backbone = public_of_backbones()

@@ -21,7 +21,8 @@ from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.networks import Trained
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
+from dpmac_cli.features.texts import encoder_weights
+from dpmac_cli.models.language_model import CausalModel
 from dpmac_cli.release import prediction
 from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.task import METRICS

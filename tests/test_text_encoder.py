@@ -24,16 +24,17 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.errors import DpmacError, InputError, ModelError
-from dpmac_cli.models import text_encoder
-from dpmac_cli.models.features import LoraLinear, WithHead, freeze
-from dpmac_cli.models.text_encoder import (
+from dpmac_cli.features import texts as text_features
+from dpmac_cli.features.frozen import WithHead
+from dpmac_cli.features.texts import (
     FILLED,
     LENGTHS,
     TextFeatures,
     encoder_weights,
-    on_texts,
     token_mask,
 )
+from dpmac_cli.models.language_model import on_texts
+from dpmac_cli.models.trained_part import LoraLinear, freeze
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.search import plan_search
@@ -123,13 +124,13 @@ def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
 def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
     """Return a list that is filled with the tokens and masks of each call of an encoder."""
     seen: list[tuple[Tensor, Tensor | None]] = []
-    real: Any = text_encoder.token_vectors
+    real: Any = text_features.token_vectors
 
     def noted(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Any:
         seen.append((ids, mask))
         return real(network, ids, mask)
 
-    monkeypatch.setattr(text_encoder, "token_vectors", noted)
+    monkeypatch.setattr(text_features, "token_vectors", noted)
     return seen
 
 

@@ -22,8 +22,8 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.writing import WRITTEN, how_written
 from dpmac_cli.data.texts import as_inputs
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.class_names import NAME_SCALE
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
+from dpmac_cli.features.class_names import NAME_SCALE
+from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.prepare import PreparedRun, prepare

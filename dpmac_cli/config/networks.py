@@ -61,7 +61,7 @@ class NetworkKind:
 SMALL = 32 * 32
 
 MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
-#: Fixed, public features by name: those computed by :mod:`dpmac_cli.models.features`, and those of
+#: Fixed, public features by name: those computed by :mod:`dpmac_cli.features.frozen`, and those of
 #: :func:`register_features`.
 FEATURES: dict[str, str] = {
     "scatter": "wavelet scattering with two octaves and eight angles, and group norm",

@@ -29,10 +29,12 @@ from dpmac_cli.config.networks import (
 )
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.features.backbones import PublicBackbone, at_a_time
+from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, WithHead, with_features
+from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures
 from dpmac_cli.models import architectures
-from dpmac_cli.models.backbones import PublicBackbone, at_a_time
-from dpmac_cli.models.features import FrozenFeatures, OneByOne, WithHead, freeze, with_features
-from dpmac_cli.models.text_encoder import PUBLISHED_OF_TEXTS, CausalModel, TextFeatures, on_texts
+from dpmac_cli.models.language_model import CausalModel, on_texts
+from dpmac_cli.models.trained_part import freeze
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dpmac_cli.errors import InputError, ModelError, first_fault, panics_as_errors
-from dpmac_cli.models.features import FrozenFeatures, LoraLinear
+from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.models.trained_part import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"

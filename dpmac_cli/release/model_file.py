@@ -29,12 +29,12 @@ from dpmac_cli.config.encoders import (
 )
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
+from dpmac_cli.features.backbones import public_weights
+from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models import weights
-from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.text_encoder import encoder_weights
 from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder

@@ -20,8 +20,8 @@ from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.models.features import WithHead
-from dpmac_cli.models.text_encoder import adapter_of
+from dpmac_cli.features.frozen import WithHead
+from dpmac_cli.models.language_model import adapter_of
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model

@@ -15,13 +15,14 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.data.read import read
 from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.features import texts as text_features
+from dpmac_cli.features.backbones import public_weights
+from dpmac_cli.features.class_names import SIGNAL, begin_at_names
+from dpmac_cli.features.frozen import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.features.stored import featured
 from dpmac_cli.files import cache_folder
-from dpmac_cli.models import build, text_encoder
-from dpmac_cli.models.backbones import public_weights
-from dpmac_cli.models.class_names import SIGNAL, begin_at_names
+from dpmac_cli.models import build
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.feature_cache import featured
-from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.loaders import on_device
 from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
@@ -186,7 +187,7 @@ def _start(
     features, facts = plan.features, plan.facts
     weights = None if plan.pretrained is None else read_weights(plan.pretrained)
     if isinstance(features, TextEncoder):
-        weights = text_encoder.encoder_weights(features)
+        weights = text_features.encoder_weights(features)
         notes = tuple(weights.adopted_by(model.get_submodule("frozen"), None))
         if not isinstance(facts.task, Classification):
             return weights, notes
@@ -202,10 +203,10 @@ def _start(
     return weights, tuple(weights.adopted_by(model, head_of(model, record)))
 
 
-def _texts_of(model: nn.Module) -> text_encoder.TextFeatures:
+def _texts_of(model: nn.Module) -> text_features.TextFeatures:
     """Return the part of a network that maps texts to features."""
     texts = model.get_submodule("frozen")
-    assert isinstance(texts, text_encoder.TextFeatures)  # noqa: S101  (networks on texts have it)
+    assert isinstance(texts, text_features.TextFeatures)  # noqa: S101  (networks on texts have it)
     return texts
 
 

@@ -27,8 +27,8 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 from dpmac_cli.dp.clipping.matmul import RowProducts, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
-from dpmac_cli.models import feature_cache
-from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.features import stored
+from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.training import chunks
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data, walk
@@ -541,7 +541,7 @@ def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
             return super().forward(x)
 
     parts = FrozenFeatures(Seen("place"), nn.Linear(3, 2), torch.float32)
-    run = feature_cache._run_of(parts, Stub())  # type: ignore[arg-type]
+    run = stored._run_of(parts, Stub())  # type: ignore[arg-type]
     seen.clear()
     assert run(torch.zeros(5, 3)).shape == (5, 3)
     assert seen == [1] * 5

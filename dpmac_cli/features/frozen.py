@@ -11,22 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli.config.networks import SCATTERED, Featuriser, Trained
-from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
+from dpmac_cli.config.networks import SCATTERED, Featuriser
 from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.scattering import Scattering
+from dpmac_cli.features.scattering import Scattering
 
 T = TypeVar("T")
 R = TypeVar("R")
-#: Layers that ``--train norm`` trains.
-NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
 
 class WithHead(nn.Module):
@@ -225,101 +222,11 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
     head, given, out = calls[-1]
     once = [called for called, *_ in calls].count(head) == 1
     fits = given.ndim == 2 and len(given) == SEEN and torch.equal(out, logits)
-    own = _shared(network).isdisjoint(map(id, network.get_submodule(head).parameters()))
+    own = shared_parameters(network).isdisjoint(map(id, network.get_submodule(head).parameters()))
     return head if once and fits and own else None
 
 
-class LoraLinear(nn.Linear):
-    """Frozen linear layer with a trained low-rank update (Hu et al. 2021, arXiv 2106.09685).
-
-    Weight and bias are those of ``layer`` and keep their names. The update is scaled by
-    alpha / rank and is initially 0.
-    """
-
-    def __init__(self, layer: nn.Linear, trained: Trained) -> None:
-        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, "meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        self.down = nn.Linear(layer.in_features, trained.rank, bias=False).to(layer.weight)
-        self.up = nn.Linear(trained.rank, layer.out_features, bias=False).to(layer.weight)
-        self.scale = trained.alpha / trained.rank
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for inputs of shape (samples, ..., in)."""
-        added: Tensor = self.up(self.down(x))
-        return super().forward(x) + self.scale * added
-
-    def merged(self) -> Tensor:
-        """Return the weight of an equivalent plain layer."""
-        product = self.up.weight.double() @ self.down.weight.double()
-        return (self.weight.double() + self.scale * product).to(self.weight.dtype)
-
-
-def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None:
-    """Freeze everything except one part of a network, in place.
-
-    Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
-    network with a backbone. Raises ModelError if it has no such part.
-    """
-    for name, module in list(network.named_modules()):
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name:
-            network.set_submodule(name, ConstantNorm(module, name))
-    network.requires_grad_(trained.part == "all")
-    if trained.part == "all":
-        return
-    head = "head" if isinstance(network, WithHead) else head_of(network, shape)
-    if head is None:
-        raise _missing(trained, "the network does not end in a linear layer that it does not share")
-    parts = [network.get_submodule(head)]
-    if trained.part == "norm":
-        parts += _norms(network, trained)
-    elif trained.part == "lora":
-        parts += _low_rank(network, trained, head, shape)
-    for part in parts:
-        part.requires_grad_(True)
-
-
-def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:
-    norms: list[nn.Module] = [module for module in network.modules() if isinstance(module, NORMS)]
-    if not norms:
-        raise _missing(trained, "the network has no normalisation layer")
-    return norms
-
-
-def _low_rank(
-    network: nn.Module, trained: Trained, head: str, shape: tuple[int, ...]
-) -> list[nn.Module]:
-    """Wrap linear layers in place, and return the parts of their updates.
-
-    Layers that share a parameter are left out: merged into one of them, an update would change the
-    others, too.
-    """
-    calls, _ = linear_calls(network, shape)
-    wanted = network.lora_layers if isinstance(network, WithHead) else None
-    shared = _shared(network)
-    names = [
-        name
-        for name in dict.fromkeys(called for called, *_ in calls)
-        if not f"{name}.".startswith(f"{head}.")
-        and (wanted is None or name in wanted)
-        and shared.isdisjoint(map(id, network.get_submodule(name).parameters()))
-    ]
-    if not names:
-        raise _missing(trained, "the network has no linear layer of its own besides its head")
-    parts = list[nn.Module]()
-    for name in names:
-        layer: Any = network.get_submodule(name)
-        wrapped = LoraLinear(layer, trained)
-        network.set_submodule(name, wrapped)
-        parts += [wrapped.down, wrapped.up]
-    return parts
-
-
-def _shared(network: nn.Module) -> set[int]:
+def shared_parameters(network: nn.Module) -> set[int]:
     """Return the identities of parameters that have several names."""
     owners = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
     return {owner for owner, count in owners.items() if count > 1}
-
-
-def _missing(trained: Trained, why: str) -> ModelError:
-    return ModelError(f"{{train=}}{trained.part}: {why}. Train another part, or use {{train=}}all.")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, kept_file
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
+from dpmac_cli.features.frozen import FrozenFeatures, by_threads
 from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.progress import report
 
 VERSION = 8

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from dpmac_cli.config.encoders import TextEncoder, reader_of
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.text_encoder import TextFeatures
+from dpmac_cli.features.texts import TextFeatures
 
 #: Largest number of tokens of a name; what is longer is not read.
 NAME_TOKENS = 32

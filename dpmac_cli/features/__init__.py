@@ -1,0 +1,1 @@
+"""Features of records: prepared before training by public networks and functions."""
