@@ -88,7 +88,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
         super().__init__()
-        channels, *image = dataset.shape
+        channels, *image = dataset.records.shape
         tokens = 1 + (image[0] // patch) * (image[1] // patch)
         self.patch_embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -147,7 +147,7 @@ class Size:
             return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
         if self.width is None:
             return build_network(self.model, facts.signature)
-        pixels = int(np.prod(facts.shape))
+        pixels = int(np.prod(facts.records.shape))
         return nn.Sequential(
             nn.Flatten(),
             nn.Linear(pixels, self.width),
@@ -167,7 +167,7 @@ def random_images(model: str, device: torch.device) -> Data:
     generator = torch.Generator().manual_seed(0)
 
     def split(size: int) -> Split:
-        shape = (size, *facts.shape)
+        shape = (size, *facts.records.shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         labels = torch.randint(0, facts.task.outputs, (size,), generator=generator)
         return Split(images.to(device), labels.to(device))

@@ -10,6 +10,7 @@ is printed, too.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from common import parser_of
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    encoder = read_encoder("minilm").of(((0, options.limit),))
+    encoder = replace(read_encoder("minilm"), texts=((0, options.limit),))
     features = TextFeatures(encoder)
     for note in encoder_weights(encoder).adopted_by(features, None):
         print(note)

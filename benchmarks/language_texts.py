@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def write_public(folder: Path, texts: list[str], steps: int, seed: int) -> None:
 def perplexity(folder: Path, texts: list[str]) -> float:
     """Return the perplexity per text of a folder's network, as dpmac train computes it."""
     files = read_encoder(str(folder))
-    encoder = files.of(((0, TOKENS),), causal=True)
+    causal = files.config.model_copy(update={"pooling": "next"})
+    encoder = replace(files, config=causal, texts=((0, TOKENS),))
     network = CausalModel(encoder)
     assert not list(encoder_weights(encoder).adopted_by(network, None))
     ids = torch.tensor(files.reader(TOKENS).tokens(texts, TOKENS))

@@ -35,6 +35,7 @@ from dpmac_cli.config.flags import (
 )
 from dpmac_cli.config.networks import BACKBONES, FEATURES, MODELS
 from dpmac_cli.config.plan import NOT_RECORDED
+from dpmac_cli.config.records import Images, Numbers
 from dpmac_cli.config.settings import GROUPS, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
@@ -403,20 +404,28 @@ def _data_sets() -> dict[str, Dataset]:
     """Catalogue of datasets, and kinds of your own data."""
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
-        "your own images, 500 of 32 x 32": _own(500, (3, 32, 32)),
-        "your own images, 50,000 of 28 x 28": _own(50_000, (1, 28, 28)),
-        "your own images, 50,000 of 64 x 64": _own(50_000, (3, 64, 64)),
+        "your own images, 500 of 32 x 32": _own(500, _images(3, 32, 32)),
+        "your own images, 50,000 of 28 x 28": _own(50_000, _images(1, 28, 28)),
+        "your own images, 50,000 of 64 x 64": _own(50_000, _images(3, 64, 64)),
         **{
-            f"your own rows of numbers, {records:,}": _own(records, (9, 1, 1), levels=1)
-            for records in (100, 500, 3_000, 50_000)
+            f"your own rows of numbers, {count:,}": _own(
+                count, Numbers(shape=(9,), low=(0.0,) * 9, high=(1.0,) * 9)
+            )
+            for count in (100, 500, 3_000, 50_000)
         },
     }
 
 
-def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
+def _images(*shape: int) -> Images:
+    """Return images of a shape, (channels, height, width)."""
+    channels, height, width = shape
+    halves = (0.5,) * channels
+    return Images(shape=(channels, height, width), mean=halves, std=halves)
+
+
+def _own(count: int, records: Images | Numbers) -> Dataset:
     """Return facts of your own dataset."""
-    constants, task = ((0.5,) * shape[0], (0.5,) * shape[0]), Classification(("a", "b"))
-    return dataset_of((records, records), shape, task, constants, levels=levels)
+    return dataset_of((count, count), records, Classification(("a", "b")))
 
 
 def learning_rates() -> str:

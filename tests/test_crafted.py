@@ -32,7 +32,7 @@ from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import COMPARE_JSON, collect, write_comparison
 from tests.digits_runs import after, digits_config, train_digits
-from tests.tiny_bert import notes, write_encoder
+from tests.tiny_bert import encoder_at, notes, write_encoder
 from tests.typed import dpmac
 
 REMOVED = object()
@@ -292,7 +292,7 @@ def _encoder(what: str) -> None:
     """Build the network of the folder ``encoder`` with its weights."""
     try:
         with at_once():
-            encoder = read_encoder("encoder").of(((0, 12),))
+            encoder = encoder_at("encoder", (0, 12))
             network = TextFeatures(encoder)
             list(encoder_weights(encoder).adopted_by(network, None))
             encoder.reader(12).tokens(["no pain"], 12)
@@ -387,7 +387,7 @@ def test_a_network_is_not_built_that_its_weights_cannot_fill() -> None:
     assert "parameters" in said("a large encoder", "predict", run, "x.npz", codes=(2,))
     digits = train_digits(out="digits", steps=2, model="mlp-small").folder
     tensors, facts = facts_in(digits / folder.MODEL)
-    facts["input"] |= {"shape": [1, 5000, 5000], "record": [1, 5000, 5000]}
+    facts["input"] |= {"shape": [1, 5000, 5000]}
     write_model(digits / folder.MODEL, tensors, facts)
     assert "parameters" in said("a large image", "predict", digits, "x.npz", codes=(2,))
 

@@ -34,9 +34,9 @@ def digits() -> Data:
 def check_against_catalog(name: str, data: Data) -> None:
     facts = DATASETS[name]
     for split, size in ((data.train, facts.train_size), (data.test, facts.test_size)):
-        assert split.images.shape == (size, *facts.shape)
+        assert split.images.shape == (size, *facts.records.shape)
         assert split.images.dtype == torch.uint8
-        assert split.images.max() == facts.levels
+        assert split.images.max() == getattr(facts.records, "white", None)
         assert (split.labels.shape, split.labels.dtype) == ((size,), torch.int64)
         assert set(split.labels.tolist()) == set(range(len(facts.task.names)))
         assert len(split) == size

@@ -32,6 +32,7 @@ from dpmac_cli.config.networks import (
     Trained,
     parse_model,
 )
+from dpmac_cli.config.records import Images
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features import backbones, stored
 from dpmac_cli.features.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
@@ -75,6 +76,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 DIGITS = DATASETS["digits"]
+IMAGES = cast(Images, DATASETS["cifar10"].records)
 
 
 SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
@@ -142,7 +144,7 @@ def features_of(
 ) -> tuple[bool, str]:
     """Whether features, of few digits by default, are computed, and their SHA-256."""
     events: list[Any] = []
-    parts = parts or with_features(nn.Identity(), DIGITS.shape)
+    parts = parts or with_features(nn.Identity(), DIGITS.records.shape)
     with heard_by(events.append), patch.object(stored, "AT_A_TIME", 20):
         _, sha256 = featured(parts, data or some_digits(), {}, cache)
     return computed(events), sha256
@@ -180,9 +182,9 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     x = data.standardised(data.train.images[:20])
     tuned_part = cut_before_head(
         build_model(parse_model(net), DIGITS.signature, seed=0, trained=Trained("head")),
-        DIGITS.shape,
+        DIGITS.records.shape,
     )
-    scattered = [with_features(nn.Identity(), DIGITS.shape, kind) for kind in FEATURES]
+    scattered = [with_features(nn.Identity(), DIGITS.records.shape, kind) for kind in FEATURES]
     for parts in (*scattered, tuned_part):
         together = parts.features(x)
         others = x.flip(0).mul(-50)
@@ -204,12 +206,12 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
     for layer in (Mixes(), still):
         model = nn.Sequential(layer, nn.Flatten(), nn.Linear(64, 10))
         with pytest.raises(ModelError, match="for a batch than for one sample at a time"):
-            check_model(model, DIGITS.shape, 10, frozen=True)
-        check_model(model, DIGITS.shape, 10, frozen=True, isolated=True)
-        parts, data = cut_before_head(model, DIGITS.shape), load_data("digits", Path(), CPU)
+            check_model(model, DIGITS.records.shape, 10, frozen=True)
+        check_model(model, DIGITS.records.shape, 10, frozen=True, isolated=True)
+        parts, data = cut_before_head(model, DIGITS.records.shape), load_data("digits", Path(), CPU)
         parts.own = True
         run = _run_of(parts, data)
-        x = torch.randn(5, *DIGITS.shape)
+        x = torch.randn(5, *DIGITS.records.shape)
         with torch.no_grad():
             others = torch.cat([x[:1], 100 * x[1:].flip(0)])
             assert torch.equal(run(x)[0], run(others)[0])
@@ -252,7 +254,7 @@ class Assigns(nn.Module):
 def test_a_frozen_part_keeps_nothing_of_a_record(part: type[nn.Module], cache: Path) -> None:
     """Neither for the next one, nor in what is published."""
     model = nn.Sequential(part(), nn.Flatten(), nn.Linear(64, 10))
-    parts, data = cut_before_head(model, DIGITS.shape), some_digits()
+    parts, data = cut_before_head(model, DIGITS.records.shape), some_digits()
     data.train.images[1:] //= 4  # the first has the largest number
     parts.own = True
     with patch.object(stored, "AT_A_TIME", 20):
@@ -303,7 +305,7 @@ def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     cache.chmod(0o755)
-    features_of(cache, with_features(nn.Identity(), DIGITS.shape, "scatter-mirror"))
+    features_of(cache, with_features(nn.Identity(), DIGITS.records.shape, "scatter-mirror"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -380,7 +382,7 @@ def a_generator(seed: int) -> torch.Generator:
 
 def public_of_backbones(kind: str = LITE0, size: int = 32) -> PublicBackbone:
     """A backbone with its public weights."""
-    backbone = PublicBackbone(Backbone(kind, size), CIFAR.signature)
+    backbone = PublicBackbone(Backbone(kind, size), IMAGES)
     weights = public_weights(kind)
     assert weights.sha256 == BACKBONES[kind].sha256
     assert list(weights.adopted_by(backbone.network, "_fc")) == []
@@ -407,7 +409,7 @@ def test_networks_are_those_that_were_published(kind: str) -> None:
 @pytest.mark.promise("features")
 def test_features_are_a_function_of_one_image() -> None:
     backbone = public_of_backbones().train()
-    x = torch.randn(6, *CIFAR.shape, generator=a_generator(1))
+    x = torch.randn(6, *CIFAR.records.shape, generator=a_generator(1))
     others = torch.cat([x[:1], 100 * x[1:]])
     with torch.no_grad():
         alone, beside, extremes = backbone(x[:1]), backbone(x)[:1], backbone(others)[:1]
@@ -444,7 +446,7 @@ def test_images_are_prepared_as_the_network_was_trained() -> None:
     backbone = public_of_backbones()
     seen: list[torch.Tensor] = []
     backbone.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (IMAGES.mean, IMAGES.std))
     for pixel in (0.0, 1.0):
         backbone((torch.full((1, 3, 32, 32), pixel) - mean) / std)
     black, white = seen
@@ -541,11 +543,11 @@ def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> N
     size = 64 if row.any_size else row.size
     torch.manual_seed(0)
     features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-    network = WithHead(PublicBackbone(features, CIFAR.signature), head)
-    x = torch.randn(2, *CIFAR.shape, generator=a_generator(6))
+    network = WithHead(PublicBackbone(features, IMAGES), head)
+    x = torch.randn(2, *CIFAR.records.shape, generator=a_generator(6))
     with torch.no_grad():
         expected = network(x)
-    freeze(network, Trained("norm"), CIFAR.shape)
+    freeze(network, Trained("norm"), CIFAR.records.shape)
     trained = {n for n, p in network.named_parameters() if p.requires_grad}
     assert {"head.1.weight", "head.1.bias"} < trained
     network.train()
@@ -554,7 +556,7 @@ def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> N
         assert torch.allclose(network(x[:1]), expected[:1], atol=1e-4)
 
 
-SHAPE = DATASETS["digits"].shape
+SHAPE = DIGITS.records.shape
 
 
 #: A vision transformer as timm writes them, and a residual network with batch norms, both small.

@@ -142,11 +142,11 @@ def test_splits_are_those_of_the_dataset(tmp_path: Path) -> None:
 
 def test_images_are_converted_like_those_of_a_folder() -> None:
     data = records(pictures())
-    assert data.facts.shape == (1, 8, 8)
+    assert data.facts.records.shape == (1, 8, 8)
     assert data.facts.inferred == ("channels", "image size")
     assert data.train.x.dtype == np.uint8
     colour = records(pictures(mode="RGB"), image_size=4, channels="3")
-    assert (colour.facts.shape, colour.facts.inferred) == ((3, 4, 4), ())
+    assert (colour.facts.records.shape, colour.facts.inferred) == ((3, 4, 4), ())
     mixed = Dataset(
         {
             "image": [Pillow.new("L", (8 + row % 2, 8)) for row in range(COUNT)],
@@ -158,7 +158,7 @@ def test_images_are_converted_like_those_of_a_folder() -> None:
         InputError, match=r"2 sizes: 8x8 \(0 of x\) and 8x9 \(1 of x\). Add --image-size N"
     ):
         records(mixed)
-    assert records(mixed, image_size=8).facts.shape == (1, 8, 8)
+    assert records(mixed, image_size=8).facts.records.shape == (1, 8, 8)
 
 
 def test_vectors_need_a_public_range() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.networks import Trained
+from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models.language_model import CausalModel
@@ -28,7 +29,7 @@ from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.task import METRICS
 from tests.helpers import without
 from tests.tiers import rest_long
-from tests.tiny_bert import notes, text_inputs, write_network
+from tests.tiny_bert import encoder_at, notes, text_inputs, write_network
 from tests.typed import dpmac
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -126,10 +127,10 @@ def written(family: str = "gpt2") -> list[str]:
 def causal(family: str, limit: int = LIMIT) -> tuple[CausalModel, Tensor]:
     """Return a network with the weights of a folder, and the inputs of :data:`TEXTS`."""
     write_network(Path(family), family, causal=True)
-    encoder = read_encoder(f"./{family}").of(((0, limit),), causal=True)
+    encoder = encoder_at(f"./{family}", (0, limit), causal=True)
     network = CausalModel(encoder)
     assert list(encoder_weights(encoder).adopted_by(network, None)) == []
-    return network, text_inputs(f"./{family}", TEXTS, limit)[:, :, None, None]
+    return network, text_inputs(f"./{family}", TEXTS, limit)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # of peft
@@ -226,7 +227,9 @@ def test_a_person_with_several_notes_is_a_unit() -> None:
     report = json.loads(Path("run/report.json").read_text())
     assert report["privacy"]["unit"]["told_by"] == "person"
     assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 20
-    assert report["machine"]["physical_batch"] == 4096 // (8 * LIMIT)  # all texts of a unit count
+    assert report["machine"]["physical_batch"] == 4224 // (
+        8 * (LIMIT + WRITTEN)
+    )  # all texts of a unit count
 
 
 def test_the_perplexity_of_a_text_is_that_of_its_loss() -> None:

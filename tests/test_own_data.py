@@ -71,9 +71,9 @@ def refused(path: Path, **options: Any) -> str:
     return str(failure.value)
 
 
-def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
+def described(found: DataFacts) -> tuple[int, int, tuple[int, ...], tuple[str, ...]]:
     facts = found
-    return facts.train_size, facts.test_size, facts.shape, facts.task.names
+    return facts.train_size, facts.test_size, facts.records.shape, facts.task.names
 
 
 @pytest.mark.promise("reading")
@@ -141,7 +141,7 @@ def test_sixteen_bits_become_eight_by_the_range_of_the_format(
     if colour:
         picture(tmp_path / "dog" / "9.png", 200, (4, 2), mode="RGB")
     for source in (declared(tmp_path), declared(tmp_path, skip_bad=True)):
-        assert inspect(source).shape == (3 if colour else 1, 2, 4)
+        assert inspect(source).records.shape == (3 if colour else 1, 2, 4)
         (x, _), (x_test, _) = load(source)
         assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
 
@@ -208,9 +208,9 @@ def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
 @pytest.mark.promise("reading")
 def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) -> None:
     source = declared(folder(tmp_path), channels=1, classes=CLASSES)
-    before = inspect(source).shape
+    before = inspect(source).records.shape
     picture(tmp_path / "cat" / "odd.png", 3, mode="RGB")
-    assert inspect(source).shape == before == (1, 6, 8)
+    assert inspect(source).records.shape == before == (1, 6, 8)
 
 
 @pytest.mark.promise("reading")
@@ -534,7 +534,7 @@ def test_images_are_upright_as_their_exif_says(
         turned(place, orientations[number // 2 % 4])
     expected = {UPRIGHT[orientation].tobytes(): 10 for orientation in orientations}
     for source in (declared(tmp_path), declared(tmp_path, skip_bad=True)):
-        assert inspect(source).shape == (1, *UPRIGHT[orientations[0]].shape)
+        assert inspect(source).records.shape == (1, *UPRIGHT[orientations[0]].shape)
         assert Counter(image.tobytes() for x, _ in load(source) for image in x) == expected
 
 

@@ -72,7 +72,7 @@ def test_a_reader_of_a_program_is_one_function_and_one_registration() -> None:
 
 
 def test_it_is_asked_before_those_of_the_package() -> None:
-    assert inspect(declared("sounds", classes=CLASSES)).shape == (10, 1, 1)
+    assert inspect(declared("sounds", classes=CLASSES)).records.shape == (10,)
     READERS.pop("sounds")
     with pytest.raises(InputError, match="is not an image"):
         inspect(declared("sounds", classes=CLASSES))

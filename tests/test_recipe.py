@@ -214,5 +214,5 @@ def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
 def test_a_table_has_no_views(tmp_path: Path) -> None:
     from tests.test_own_runs import wine  # noqa: PLC0415
 
-    with pytest.raises(InputError, match="is a table"):
+    with pytest.raises(InputError, match="have the shape"):
         resolve({"dataset": wine(str(tmp_path / "wine.npz")), "augmentations": "2"})

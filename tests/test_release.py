@@ -133,10 +133,10 @@ def test_what_cannot_be_published_is_refused_before_the_first_step(
 def test_images_are_prepared_as_the_header_says(
     run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edited(lambda t, f: f["input"].update(levels=1, mean=[20.0], std=[0.02]))(run, file)
+    edited(lambda t, f: f["input"].update(white=1, mean=[20.0], std=[0.02]))(run, file)
     given = header(file)["input"]
     test = load_data("digits", run, CPU).test
-    pixels = test.images.double() / given["levels"]
+    pixels = test.images.double() / given["white"]
     x = ((pixels - given["mean"][0]) / given["std"][0]).float()
     with torch.no_grad():
         logits = load_model(file).model(x)
@@ -145,7 +145,8 @@ def test_images_are_prepared_as_the_header_says(
     before = score(run, device="cpu").result.loss
     assert loss != pytest.approx(before, rel=1e-2)
     # Nor does what the catalog says by then have a part in it.
-    other = replace(DATASETS["digits"], mean=(0.7,), std=(0.1,))
+    records = DATASETS["digits"].records.model_copy(update={"mean": (0.7,), "std": (0.1,)})
+    other = replace(DATASETS["digits"], records=records)
     monkeypatch.setitem(DATASETS, "digits", other)
     assert score(run, device="cpu").result.loss == before
 
@@ -172,7 +173,7 @@ DAMAGED: tuple[tuple[Callable[[Path, Path], None], str], ...] = (
     (lambda run, file: safetensors.torch.save_file({"a": torch.zeros(2)}, file), NOT_OURS),
     (edited(lambda t, f: f.update(schema_version=99)), "another version .*format 99.* Upgrade"),
     (edited(lambda t, f: f.update(schema_version=1)), "another version.*read it with dpmac 0.3"),
-    (edited(lambda t, f: f["input"].update(std=[float("nan")])), f"{NOT_OURS}input.std"),
+    (edited(lambda t, f: f["input"].update(std=[float("nan")])), f"{NOT_OURS}input.images.std"),
     (edited(lambda t, f: t.update({"3.bias": torch.full((10,), torch.nan)})), "contains NaN"),
     (edited(lambda t, f: f.update(classes=["\x1b[31m"])), NOT_OURS),
     (edited(lambda t, f: t.__delitem__("3.bias")), "3.bias: missing in the file, expected"),

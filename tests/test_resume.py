@@ -85,9 +85,7 @@ def test_only_steps_of_the_last_part_are_counted_twice() -> None:
 def test_a_run_is_not_resumed_with_other_public_weights() -> None:
     model = tiny_model()
     first, second = (
-        PreparedRun(
-            model=model, trained=model, data=tiny_data(), record=(1, 8, 8), pretrained=sha256
-        ).compared
+        PreparedRun(model=model, trained=model, data=tiny_data(), pretrained=sha256).compared
         for sha256 in ("a", "b")
     )
     with pytest.raises(InputError, match="The public weights are not those"):

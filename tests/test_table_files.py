@@ -111,8 +111,8 @@ def inputs(of: Declaration) -> tuple[list[list[float]], list[int]]:
     """Training and test records as the network sees them, one after another."""
     facts = inspect(of)
     rows, labels = zip(*load(of), strict=True)
-    x = np.concatenate(rows).reshape(-1, facts.shape[0])
-    return ((x - facts.mean) / facts.std).tolist(), np.concatenate(labels).tolist()
+    gain, offset = facts.records.scaling
+    return (np.concatenate(rows) * gain + offset).tolist(), np.concatenate(labels).tolist()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:
     assert known["table"]["ward"].tolist()[0] == "Süd"
     exec(passed.partition("run = ")[0], known)
     frame = from_dataframe(known["table"], known["schema"])
-    assert inspect(declared(frame.path, schema=frame.schema, in_memory=frame)).shape[0] == 9
+    assert inspect(declared(frame.path, schema=frame.schema, in_memory=frame)).records.size == 9
 
 
 LABEL = {"column": "y", "classes": ["a", "b"]}

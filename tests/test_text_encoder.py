@@ -42,7 +42,15 @@ from tests.digits_runs import run_trainer
 from tests.dp.reference import Subject
 from tests.test_texts import TEXTS
 from tests.tiers import one_in, rest_long
-from tests.tiny_bert import WIDTH, notes, text_inputs, weights, write_encoder, write_network
+from tests.tiny_bert import (
+    WIDTH,
+    encoder_at,
+    notes,
+    text_inputs,
+    weights,
+    write_encoder,
+    write_network,
+)
 
 LIMIT = 24
 
@@ -61,12 +69,12 @@ def inputs(named: str, texts: tuple[str, ...], limit: int = LIMIT) -> Tensor:
     ids = text_inputs(named, texts, limit)
     others = torch.linspace(-1, 1, 3 * len(texts)).view(-1, 3)
     parts = others[:, :1], ids, others[:, 1:2], ids.flip(0), others[:, 2:]
-    return torch.cat(parts, 1)[:, :, None, None]
+    return torch.cat(parts, 1)
 
 
 @pytest.fixture
 def tiny() -> TextEncoder:
-    return read_encoder(str(write_encoder(Path("encoder")))).of(LAYOUT)
+    return encoder_at(str(write_encoder(Path("encoder"))), *LAYOUT)
 
 
 @pytest.mark.promise("features")
@@ -85,7 +93,7 @@ def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> No
 def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tuple(text for text in TEXTS if len(text) < 10)
     rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
-    longer = read_encoder("encoder").of(((1, 60), (60 + WRITTEN + 2, 60)))
+    longer = encoder_at("encoder", (1, 60), (60 + WRITTEN + 2, 60))
     seen = token_calls(monkeypatch)
     assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
     assert {(len(ids) % FILLED, ids.shape[1] % LENGTHS) for ids, _ in seen} == {(0, 0)}
@@ -136,7 +144,7 @@ def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | 
 
 def refused(named: str = "encoder") -> str:
     with pytest.raises((InputError, ModelError)) as caught:
-        features(read_encoder(named).of(LAYOUT))
+        features(encoder_at(named, *LAYOUT))
     return str(caught.value)
 
 
@@ -156,7 +164,7 @@ def test_a_package_with_another_hash_is_rejected(
         locate_file = Path("site").joinpath
 
     monkeypatch.setattr(encoders, "distribution", lambda _: Installed)
-    features(read_encoder("minilm").of(LAYOUT))
+    features(encoder_at("minilm", *LAYOUT))
     if changed == "tokenizer.json":
         (folder / changed).write_text((folder / changed).read_text() + "\n")
     else:
@@ -222,7 +230,7 @@ def test_a_tokenizer_that_cannot_read_every_text_is_refused() -> None:
 @pytest.mark.promise("features")
 def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
     write_encoder(Path("minilm"))
-    encoder = read_encoder("./minilm").of(LAYOUT)
+    encoder = encoder_at("./minilm", *LAYOUT)
     assert encoder.kind == "./minilm"
     assert encoder.registered is None
 
@@ -253,10 +261,10 @@ def some_notes(count: int = 80) -> ArrayData:
 def network(part: str, limit: int = LIMIT) -> WithHead:
     """A network on a text and two numbers in float64, whose LoRA updates are not 0."""
     torch.manual_seed(0)
-    inner = features(read_encoder("encoder").of(((1, limit),)), trained=True)
+    inner = features(encoder_at("encoder", (1, limit)), trained=True)
     inner.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
     whole = on_texts(inner, nn.Sequential(nn.Flatten(), nn.Linear(WIDTH + WRITTEN + 2, 3)))
-    freeze(whole, Trained(part, rank=3), (2 + limit + WRITTEN, 1, 1))
+    freeze(whole, Trained(part, rank=3), (2 + limit + WRITTEN,))
     for layer in whole.modules():
         if isinstance(layer, LoraLinear):
             nn.init.normal_(layer.up.weight, std=0.3)
@@ -267,7 +275,7 @@ def records(limit: int = LIMIT) -> Tensor:
     """Records of one of :data:`TEXTS` and two numbers, in float64."""
     ids = text_inputs("encoder", TEXTS, limit).double()
     others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
-    return torch.cat([others[:, :1], ids, others[:, 1:]], 1)[:, :, None, None]
+    return torch.cat([others[:, :1], ids, others[:, 1:]], 1)
 
 
 def gradients_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -407,15 +415,15 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     assert len(space.dimensions) == 1
     tokenizer = Path("other/tokenizer.json")
     tokenizer.write_text(tokenizer.read_text().replace("pain", "ache"))
-    with pytest.raises(DpmacError, match=r"--backbone \./other has another tokenizer"):
+    with pytest.raises(DpmacError, match=r"--backbone other: texts of .* another tokenizer"):
         plan_search({**given, **drawn})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_are_those_of_transformers(family: str) -> None:
-    files = read_encoder(str(write_network(Path("encoder"), family)))
+    files = encoder_at(str(write_network(Path("encoder"), family)), (0, LIMIT))
     assert files.config.longest == 64
-    vectors, reader = features(files.of(((0, LIMIT),))), files.reader(LIMIT)
+    vectors, reader = features(files), files.reader(LIMIT)
     oracle = transformers.AutoModel.from_pretrained("encoder").eval()
     for text in TEXTS:
         (row,) = reader.tokens([text], LIMIT)

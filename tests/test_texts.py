@@ -27,7 +27,15 @@ from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.prepare import PreparedRun, prepare
-from tests.tiny_bert import VOCABULARY, WIDTH, notes, text_inputs, tiny_reader, write_encoder
+from tests.tiny_bert import (
+    VOCABULARY,
+    WIDTH,
+    encoder_at,
+    notes,
+    text_inputs,
+    tiny_reader,
+    write_encoder,
+)
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -206,7 +214,6 @@ def test_no_text_is_in_anything_that_is_written_or_said(
     for tokens_of_one in reader.tokens(CANARIES, 16):
         ids = np.array(tokens_of_one[1:8])
         forms += [ids.astype(kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
-        forms.append((ids / reader.scale).astype("<f4").tobytes())
     given_files = {"notes.csv", "new.csv", "bad.csv", "folder"}
     written = [
         path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in given_files
@@ -281,11 +288,11 @@ def records(count: int = 60) -> ArrayData:
 
 def vectors(texts: tuple[str, ...]) -> Tensor:
     """The encoder's vectors of texts, of norm 1."""
-    encoder = read_encoder("encoder").of(((0, 16),))
+    encoder = encoder_at("encoder", (0, 16))
     features = TextFeatures(encoder)
     list(encoder_weights(encoder).adopted_by(features, None))
-    found: Tensor = features(text_inputs("encoder", texts, 16)[:, :, None, None])
-    rows: Tensor = found[:, :WIDTH, 0, 0] / WIDTH**0.5
+    found: Tensor = features(text_inputs("encoder", texts, 16))
+    rows: Tensor = found[:, :WIDTH] / WIDTH**0.5
     return rows
 
 

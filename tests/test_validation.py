@@ -29,9 +29,7 @@ from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models.build import build_model, without_batch_norm
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.validation import check_model
-from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.release.run import train
-from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.clipped_grad import clipped_grad
 from tests.digits_runs import run_trainer
@@ -56,7 +54,7 @@ def classifier(*middle: nn.Module | Function) -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 1), *layers, nn.Flatten(), nn.Linear(144, CLASSES))
 
 
-def check(model: nn.Module, **options: bool) -> None:
+def check(model: nn.Module, **options: Any) -> None:
     check_model(model, IMAGE, CLASSES, **options)
 
 
@@ -545,7 +543,7 @@ def test_a_network_gets_records_in_the_shape_of_the_array(kind: str, tmp_path: P
     watched.remove()
     private.publish(tmp_path / "run")
     assert len(predict(tmp_path / "run", x.double().numpy(), network=build).probabilities) == 7
-    assert load_model(tmp_path / "run", network=build).header.input.record == shape
+    assert load_model(tmp_path / "run", network=build).header.input.shape == shape
     assert seen == {shape}
 
 
@@ -567,10 +565,8 @@ def test_a_network_that_takes_another_shape_is_told_what_to_write(
 
 
 def test_a_network_of_images_without_channels_gets_no_augmented_ones() -> None:
-    plan = resolve(dataset=numbers_of((8, 8)), augmentations=2, sigma=4, steps=2).plan
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     with pytest.raises(InputError, match=re.escape("x[:, None]")):
-        prepare(plan, torch.device("cpu"), Keys(), model=net)
+        resolve(dataset=numbers_of((8, 8)), augmentations=2, sigma=4, steps=2)
 
 
 DIGITS = DATASETS["digits"]

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoders import TextEncoder, read_encoder
+from dpmac_cli.config.records import Texts
 from dpmac_cli.config.tokens import TextReader
-from dpmac_cli.config.writing import how_written
+from dpmac_cli.config.writing import WRITTEN, how_written
 
 WORDS = ("pain", "chest", "cough", "fever", "no", "since", "days", "mild", "severe", "the", "and")
 VOCABULARY = (
@@ -129,9 +130,25 @@ def write_network(folder: Path, family: str, *, causal: bool = False) -> Path:
 def text_inputs(named: str, texts: Sequence[str], limit: int) -> Tensor:
     """Return texts as inputs, (texts, limit + 4): tokens, then how each is written."""
     reader = read_encoder(named).reader(limit)
-    tokens = torch.tensor(reader.tokens(texts, limit)) / reader.scale
-    written = torch.tensor([how_written(text) for text in texts])
-    return torch.cat([tokens, (written * reader.scale).round() / reader.scale], 1)
+    tokens = torch.tensor(reader.tokens(texts, limit)).float()
+    return torch.cat([tokens, torch.tensor([how_written(text) for text in texts])], 1)
+
+
+def encoder_at(
+    named: str, *places: tuple[int, int], inputs: int = 0, causal: bool = False
+) -> TextEncoder:
+    """Return an encoder for records with texts at some places, and other numbers."""
+    encoder = read_encoder(named)
+    size = inputs or sum(places[-1]) + WRITTEN
+    kind = Texts(
+        shape=(size,),
+        low=(-1.0,) * size,
+        high=(float(encoder.size),) * size,
+        texts=places,
+        tokenizer=encoder.config.vocabulary_sha256,
+        tokens=encoder.size,
+    )
+    return encoder.of(kind, causal=causal)
 
 
 def notes(count: int, seed: int = 0) -> list[tuple[str, int]]:

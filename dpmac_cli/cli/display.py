@@ -139,7 +139,7 @@ class RunDisplay:
         self._paced = True
         left = (seconds - began) / (step - first) * (steps - step)
         if left > LONG:
-            head = self._plan.facts.holds == "images" and not self._plan.features
+            head = self._plan.facts.records.kind == "images" and not self._plan.features
             ways = ["fewer --epochs"]
             if self._plan.model.name != SMALLEST:
                 ways.append("a smaller --model")
@@ -174,9 +174,8 @@ def _heading(event: Started) -> Iterator[Text]:
             f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
             f"delta {settings.delta:g}"
         )
-        kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
         several = f"{plan.unit}, given by {facts.unit}"
-        yield Text(f"unit of privacy: {several if facts.unit else kinds[facts.holds]}")
+        yield Text(f"unit of privacy: {several if facts.unit else facts.records.one}")
     if settings.canaries:
         audit = f"AUDIT: {settings.canaries:,} canaries, about half of them trained on; the model "
         yield Text(f"{audit}will be unfit for release", "bold red")
@@ -272,7 +271,7 @@ def remedy(plan: Plan) -> str:
     ways = [noise, "more records"]
     if plan.facts.task.target.startswith("float"):
         ways.append("a narrower range of the target")
-    if plan.model.name != SMALLEST and plan.facts.holds != "texts":
+    if plan.model.name != SMALLEST and plan.facts.task.network is None:
         ways.append(f"a smaller network (--model {SMALLEST})")
     return (
         "If longer training and another --lr do not help, there is too much noise: use "

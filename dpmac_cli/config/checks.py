@@ -27,8 +27,8 @@ from dpmac_cli.tasks.task import FUNCTIONS, is_loss_of_a_task
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
-#: What to do about a table without texts.
-DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
+#: Number of dimensions of an image.
+IMAGE = 3
 #: Number of classes to list in a note; the rest are counted.
 NAMED = 5
 
@@ -78,8 +78,12 @@ def faults(plan: Plan) -> Iterator[str]:
         yield f"{{model=}}{NETWORK} is only for {{task=}}{LANGUAGE_MODEL}. Leave it out."
     if task.network is not None and plan.trained.part == "head":
         yield f"{{train=}}head: a {task.kind} has no separate head. Use lora, norm or all."
-    if settings.augment is not None and not facts.is_images and facts.shape[1:] == (1, 1):
-        yield f"{{augmentations}} is for images, but {facts.typed} is a table. Leave it out."
+    if settings.augment is not None and len(facts.records.shape) != IMAGE:
+        shaped = "Add a dimension of channels to the array: x[:, None]."
+        yield (
+            f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
+            f"{facts.records.shape}. {shaped if facts.records.pixels > 1 else 'Leave it out.'}"
+        )
     if settings.loss in FUNCTIONS and settings.label_smoothing:
         yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
     yield from _loss_faults(settings, facts)
@@ -160,15 +164,13 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
     if features is not None:
         name = "features" if features.kind in FEATURES else "backbone"
         flag = f"{{{name}=}}{features.kind}"
-        if facts.holds not in features.reads:
-            declarable = (features.reads, facts.holds) == ("texts", "numbers")
-            yield (
-                f"{flag} is for {features.reads}, but {facts.typed} contains {facts.holds}. "
-                f"{DECLARE if declarable else 'Leave it out.'}"
-            )
-        elif (fault := features.fault(facts.shape)) is not None:
+        kind = facts.records.kind
+        if kind not in features.reads:
+            remedy = features.declared_as.get(kind, "Leave it out.")
+            yield f"{flag} is for {features.reads}, but {facts.typed} contains {kind}. {remedy}"
+        elif (fault := features.fault(facts.records)) is not None:
             yield f"{flag}: {features.reads} of {facts.typed} {fault}"
-        if features.reads == "texts" and weights is not None:
+        if features.has_weights and weights is not None:
             yield (
                 f"{flag} starts from the weights in the encoder's own folder. Leave out "
                 "{pretrained}, or use another folder with {backbone}."
@@ -200,7 +202,7 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(facts)}"
         )
-    if isinstance(plan.features, Backbone) and facts.shape[0] == 1:
+    if isinstance(plan.features, Backbone) and facts.records.channels == 1:
         yield f"Grey images of {facts.typed} are repeated to three channels for the backbone."
     yield from _notes_on_privacy(plan)
 
@@ -265,8 +267,11 @@ def _copies(number: int, what: str, dataset: str) -> str:
 
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
-    (channels, *size), names = found.shape, ",".join(found.task.names)
-    flags = {"channels": f"{{channels=}}{channels}", "image size": f"{{image_size=}}{max(size)}"}
+    (channels, *size), names = found.records.shape, ",".join(found.task.names)
+    flags = {
+        "channels": f"{{channels=}}{channels}",
+        "image size": f"{{image_size=}}{max(size, default=0)}",
+    }
     if names.count(",") < found.task.outputs:
         flags["classes"] = f"{{classes=}}{shlex.quote(names)}"
     return " ".join(flags[part] for part in found.inferred if part in flags)

@@ -7,10 +7,11 @@ entry to datasets.toml.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from dpmac_cli.config.records import AnyRecords, Records, Shape
 from dpmac_cli.files import catalogue
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import Task
@@ -43,27 +44,12 @@ KnownTask = Annotated[
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs of a network: their shape, standardisation and number."""
+    """Inputs and outputs of a network: their shape and number."""
 
-    shape: tuple[int, int, int]  # (channels, height, width) of an input
-    record: tuple[int, ...]  # shape of an input as a network gets it, such as (columns,)
+    shape: Shape  # of an input
     outputs: int  # logits per input
-    mean: tuple[float, ...]  # per channel, as in :class:`Dataset`
-    std: tuple[float, ...]
     start: float | None = None  # as in :class:`~dpmac_cli.tasks.task.Task`
-
-
-#: Levels, and means and standard deviations by channel.
-Constants: TypeAlias = tuple[int, tuple[float, ...], tuple[float, ...]]
-
-
-def constants_of(
-    levels: int, mean: tuple[float, ...], std: tuple[float, ...], *, standardised: bool
-) -> Constants:
-    """Return constants of standardisation; those that change nothing unless ``standardised``."""
-    if standardised:
-        return levels, mean, std
-    return 1, (0.0,) * len(mean), (1.0,) * len(std)
+    records: Records | None = None  # what the inputs are; None for features
 
 
 @dataclass(frozen=True)
@@ -72,46 +58,19 @@ class Dataset:
 
     train_size: int  # units of privacy: records, unless a unit has several
     test_size: int
-    shape: tuple[int, int, int]  # (channels, height, width) of an image
+    records: AnyRecords  # what the records are
     task: KnownTask  # what is predicted
-    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]; images are standardised with them
-    std: tuple[float, ...]
     defaults: Defaults
     about: str  # one line for help and reports
-    levels: int = 255  # the largest pixel value, by which pixels are divided; 1 for numbers
     sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
     augment: str = "crop+flip"  # digits and letters must not be mirrored
-    texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
-    array: tuple[int, ...] = ()  # shape of a record of numbers in its array; () for images
-    standardised: bool = True  # whether the network takes standardised records, or those given
-
-    @property
-    def constants(self) -> Constants:
-        """Return levels, means and deviations by which records are standardised."""
-        return constants_of(self.levels, self.mean, self.std, standardised=self.standardised)
 
     @property
     def signature(self) -> Signature:
-        """Signature of a built-in network on these records, which gets them as images."""
-        task = self.task
-        return Signature(self.shape, self.shape, task.outputs, self.mean, self.std, task.start)
-
-    @property
-    def record(self) -> tuple[int, ...]:
-        """Shape in which a user-supplied network gets a record: that of the array."""
-        return self.array or self.shape
-
-    @property
-    def holds(self) -> Literal["images", "texts", "numbers"]:
-        """Return what records are."""
-        return "images" if self.is_images else "texts" if self.texts else "numbers"
-
-    @property
-    def is_images(self) -> bool:
-        """Return whether records are 8-bit images, not numbers."""
-        return self.levels > 1
+        """Signature of a network on these records."""
+        return Signature(self.records.shape, self.task.outputs, self.task.start, self.records)
 
 
 DATASETS: Mapping[str, Dataset] = catalogue(Dataset, Path(__file__).with_name("datasets.toml"))

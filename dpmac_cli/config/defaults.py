@@ -97,13 +97,14 @@ def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return features of small images and a network for tables, unless an input is given."""
     if not given.explicit.keys().isdisjoint(_OF_NETWORK):
         return {}
-    inputs, classes = math.prod(facts.shape), isinstance(facts.task, Classification)
-    if facts.holds == "numbers" and inputs <= FEW_INPUTS:
+    records, classes = facts.records, isinstance(facts.task, Classification)
+    inputs = records.size
+    if records.kind == "numbers" and inputs <= FEW_INPUTS:
         large = _scale(given, facts) >= (LARGE if classes else LARGE_BY_INPUT * inputs)
         return {"model": "mlp-small" if large else "linear"}
-    kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
-    if facts.holds == "images" and classes and kind.fault(facts.shape) is None:
-        small = math.prod(kind.shape_of(facts.shape)) <= MOST_FEATURES
+    kind = Scattered("scatter" if records.channels == 1 else "scatter-mirror")
+    if records.kind == kind.reads and classes and kind.fault(records) is None:
+        small = math.prod(kind.shape_of(records)) <= MOST_FEATURES
         return {"features": kind.kind} if small else {}
     return {}
 
@@ -124,14 +125,14 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
         rate = WHOLE_MODEL / width if given.train == "all" else part
         return replace(TEXTS, epochs=LANGUAGE_EPOCHS, rate=rate)
     if given.backbone is not None:
-        return TEXTS if facts.texts else IMAGES
+        return IMAGES if given.backbone in BACKBONES else TEXTS
     if given.features is not None:
         kind_of_features = fixed_features(given.features)
-        if kind_of_features.fault(facts.shape) is None:
-            features = math.prod(kind_of_features.shape_of(facts.shape))
+        if kind_of_features.fault(facts.records) is None:
+            features = math.prod(kind_of_features.shape_of(facts.records))
             return _of_features(features, _scale(given, facts))
     model = given.model or facts.defaults.model
-    kind, inputs = MODELS.get(model), math.prod(facts.shape)
+    kind, inputs = MODELS.get(model), facts.records.size
     if kind is not None and kind.builder == "perceptron":
         if model == "mlp-small" and inputs <= FEW_INPUTS and isinstance(facts.task, Classification):
             return _of_narrow(_scale(given, facts))
@@ -191,8 +192,9 @@ ON_GPU = 512
 GAMMA_PRIME = 1e-8
 #: Pixels to process at a time if a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
-#: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
-TOKENS_AT_A_TIME = 4096
+#: Inputs to process at a time if a text encoder is trained, of which nearly all are tokens: 32
+#: texts of 128 tokens. LoRA on MiniLM then takes 2 GB.
+INPUTS_AT_A_TIME = 4224
 
 
 def completed(given: Settings, facts: Dataset) -> Settings:
@@ -257,11 +259,11 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     elif (backbone := BACKBONES.get(found.backbone or "")) is not None:
         size = found.backbone_size or backbone.size
         most = max(1, PIXELS_AT_A_TIME // size**2)
-    elif found.backbone is not None and facts.texts:
+    elif found.backbone is not None:
         records = found.records_per_unit if found.unit else 1
-        most = max(1, TOKENS_AT_A_TIME // (records * sum(count for _, count in facts.texts)))
+        most = max(1, INPUTS_AT_A_TIME // (records * facts.records.size))
     elif kind is not None:
-        most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
+        most = max(most, kind.samples_at_a_time(facts.records.pixels))
     return max(1, most // (found.augmentations or 1))
 
 
@@ -275,6 +277,6 @@ def physical_batch(settings: Settings, facts: Dataset, device: str) -> int:
     samples = _samples_at_a_time(settings, facts)
     if device != "cuda" or settings.train == "head" or settings.backbone is not None:
         return samples
-    pixels = max(SMALL, facts.shape[1] * facts.shape[2])
+    pixels = max(SMALL, facts.records.pixels)
     fitting = ON_GPU * SMALL // pixels // (settings.augmentations or 1)
     return max(samples, fitting)

@@ -16,7 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
-from dpmac_cli.config.tokens import TextReader, scale_of
+from dpmac_cli.config.records import Records, Texts
+from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.errors import InputError, panics_as_errors, raise_errors
 from dpmac_cli.files import table
@@ -180,6 +181,10 @@ class FeatureKind:
 
     #: Kind of records that it has features of.
     reads: ClassVar = "images"
+    #: Whether it brings public weights of its own.
+    has_weights: ClassVar = False
+    #: What to do about records of another kind, by that kind, if not to leave the features out.
+    declared_as: ClassVar[Mapping[str, str]] = {}
     #: Output of an untrained head for all records; None for random outputs.
     start: ClassVar[float | None] = None
 
@@ -211,6 +216,10 @@ class TextEncoder(FeatureKind):
     weight_bytes: int = field(default=0, compare=False, repr=False)
 
     reads: ClassVar = "texts"
+    has_weights: ClassVar = True
+    declared_as: ClassVar[Mapping[str, str]] = {
+        "numbers": "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
+    }
     #: Random weights would only add to the noise.
     start: ClassVar[float | None] = 0.0
 
@@ -229,16 +238,12 @@ class TextEncoder(FeatureKind):
         """Return the number of tokens that the network knows, and padding."""
         return self.config.tokens + 1
 
-    @property
-    def scale(self) -> int:
-        """Return the number that inputs are multiplied by to get the numbers of tokens."""
-        return scale_of(self.size)
-
-    def of(self, texts: tuple[tuple[int, int], ...], *, causal: bool = False) -> "TextEncoder":
-        """Return the features of records with these texts.
+    def of(self, records: Records, *, causal: bool = False) -> "TextEncoder":
+        """Return the features of records, whose texts are known now; as it is without texts.
 
         ``causal``: the network predicts the next token.
         """
+        texts = records.texts if isinstance(records, Texts) else ()
         changes = {"pooling": "next"} if causal else {}
         return replace(self, config=self.config.model_copy(update=changes), texts=texts)
 
@@ -246,22 +251,27 @@ class TextEncoder(FeatureKind):
         """Return how texts are read; see :class:`~dpmac_cli.config.tokens.TextReader`."""
         return reader_of(self.tokenizer, self.config, limit)
 
-    def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return (channels, height, width) of the features of a record."""
+    def shape_of(self, records: Records) -> tuple[int, ...]:
+        """Return the shape of the features of a record."""
         if self.config.causal:
-            return 1, 1, 1
-        others = inputs[0] - sum(count for _, count in self.texts)
-        return len(self.texts) * self.config.width + others, 1, 1
+            return (1,)
+        others = records.size - sum(count for _, count in self.texts)
+        return (len(self.texts) * self.config.width + others,)
 
-    def fault(self, inputs: tuple[int, int, int]) -> str | None:
+    def fault(self, records: Records) -> str | None:
         """Return why records are not supported, as the end of a sentence."""
+        if isinstance(records, Texts) and records.tokenizer != self.config.vocabulary_sha256:
+            return (
+                "were read with another tokenizer. All runs of a search read them once: search "
+                "over encoders with the same tokenizer, or search for each of them."
+            )
         kinds = [name for name, family in FAMILIES.items() if family.causal]
         if self.config.causal and not self.config.family.causal:
             return (
                 f"are not continued by {self.config.form['model_type']}. For "
                 f"{{task=}}language-model use {FOLDER} of {', '.join(kinds)}."
             )
-        if self.config.causal and inputs[0] != sum(n + WRITTEN for _, n in self.texts[:1]):
+        if self.config.causal and records.size != sum(n + WRITTEN for _, n in self.texts[:1]):
             return "have other inputs. For {task=}language-model declare one column, of text."
         most, longest = self.config.longest, max(n for _, n in self.texts)
         if longest <= most:

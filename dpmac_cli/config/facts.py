@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import core_schema
 
 from dpmac_cli.config.datasets import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.config.records import Images, Numbers, Records, Texts
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.task import Task
 
@@ -116,7 +116,6 @@ class DataFacts(Dataset):
     typed: str  # the value of ``--dataset``: a registered name, or a path
     own: bool = False  # your own dataset, not a registered one
     schema: "TableSchema | None" = None  # declared schema of a table; None for other data
-    reader: TextReader | None = None  # how texts are read; None if there are none
     held_out: bool = False  # the test records were split off from the private ones
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
@@ -172,28 +171,18 @@ def left_out(descriptions: Sequence[str]) -> LeftOut:
     return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))
 
 
-def dataset_of(
-    sizes: tuple[int, int],
-    shape: tuple[int, int, int],
-    task: Task,
-    constants: tuple[tuple[float, ...], tuple[float, ...]],
-    **more: Any,
-) -> Dataset:
+def dataset_of(sizes: tuple[int, int], records: Images | Numbers | Texts, task: Task) -> Dataset:
     """Return facts like those of the registry, with conservative defaults.
 
-    Args:
-        sizes: numbers of units to train on and to test on.
-        constants: means and deviations of standardisation.
-        more: other facts, by name.
+    ``sizes`` are the numbers of units to train on and to test on.
     """
-    defaults = _defaults(sizes[0], shape)
-    return Dataset(*(*sizes, shape, task, *constants, defaults, "your own"), **more)
+    return Dataset(*sizes, records, task, _defaults(sizes[0], records), "your own")
 
 
-def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
-    """Return the default settings for ``train`` units with records of a shape."""
+def _defaults(train: int, records: Records) -> Defaults:
+    """Return the default settings for ``train`` units with records of a kind."""
     batch = -(-train // STEPS_PER_EPOCH)
-    if min(shape[1:]) < LEAST_CNN:
+    if records.channels == records.size or min(records.shape[-2:]) < LEAST_CNN:
         return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
-    physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
+    physical = max(1, min(32, 32 * LARGE**2 // records.pixels))
     return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dpmac_cli.config.encoders import FeatureKind, TextEncoder
+from dpmac_cli.config.records import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import table
 
@@ -78,18 +79,19 @@ class Scattered(FeatureKind):
 
     kind: str
 
-    def shape_of(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return (channels, height, width) of the features of images of a given shape."""
-        channels, height, width = image
+    def shape_of(self, records: Records) -> tuple[int, ...]:
+        """Return (channels, height, width) of the features of images."""
+        channels, height, width = records.shape
         return channels * SCATTERED, height // SHRINK, width // SHRINK
 
-    def fault(self, image: tuple[int, int, int]) -> str | None:
+    def fault(self, records: Records) -> str | None:
         """Return why images of this shape are not supported, as the end of a sentence."""
-        if image[1] % SHRINK == 0 == image[2] % SHRINK:
+        _, height, width = records.shape
+        if height % SHRINK == 0 == width % SHRINK:
             return None
         return (
             f"must have a height and width that are multiples of {SHRINK}, but their shape is "
-            f"{image}."
+            f"{records.shape}."
         )
 
 
@@ -101,11 +103,11 @@ class OwnFeatures(FeatureKind):
 
     reads: ClassVar = "images or numbers"
 
-    def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return (channels, height, width) of the features of a record."""
-        return OWN_FEATURES[self.kind].width, 1, 1
+    def shape_of(self, _: Records) -> tuple[int, ...]:
+        """Return the shape of the features of a record."""
+        return (OWN_FEATURES[self.kind].width,)
 
-    def fault(self, _: tuple[int, int, int]) -> str | None:
+    def fault(self, _: Records) -> str | None:
         """Return nothing: the function says itself what it needs."""
         return None
 
@@ -194,20 +196,21 @@ class Backbone(FeatureKind):
     size: int
     flips: bool = False
 
-    def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return (channels, height, width) of the features of images."""
-        return BACKBONES[self.kind].width, 1, 1
+    def shape_of(self, _: Records) -> tuple[int, ...]:
+        """Return the shape of the features of an image."""
+        return (BACKBONES[self.kind].width,)
 
-    def fault(self, image: tuple[int, int, int]) -> str | None:
+    def fault(self, records: Records) -> str | None:
         """Return why images of this shape are not supported, as the end of a sentence."""
         known = BACKBONES[self.kind]
-        if min(image[1:]) < LEAST_SIDE:
+        channels, height, width = records.shape
+        if min(height, width) < LEAST_SIDE:
             return (
-                f"have {image[1]} x {image[2]} pixels, but a backbone needs at least {LEAST_SIDE} "
+                f"have {height} x {width} pixels, but a backbone needs at least {LEAST_SIDE} "
                 f"x {LEAST_SIDE}. Use {{model=}}mlp without a backbone."
             )
-        if image[0] not in (1, 3):
-            return f"have {image[0]} channels, but a backbone needs 1 or 3."
+        if channels not in (1, 3):
+            return f"have {channels} channels, but a backbone needs 1 or 3."
         if self.size != known.size and not known.any_size:
             return f"must be resized to {known.size}. Leave out {{backbone_size}}."
         return None

@@ -115,7 +115,8 @@ class Plan:
         """
         settings = self.settings
         if settings.backbone is not None and settings.backbone not in BACKBONES:
-            return _text_encoder(settings.backbone, self.facts)
+            causal = self.facts.task.network is not None
+            return read_encoder(settings.backbone).of(self.facts.records, causal=causal)
         if settings.backbone is not None and settings.backbone_size is not None:
             return Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
         return None if settings.features is None else fixed_features(settings.features)
@@ -162,7 +163,7 @@ class Plan:
         kept["dataset"] = self.facts.typed
         if not isinstance(self.model, UserModel):
             kept.pop("fix_norm")
-        if not self.facts.standardised:
+        if not self.facts.records.standardised:
             kept.pop("standardise")
         return kept
 
@@ -192,18 +193,6 @@ class Plan:
     def placed(self, folder: Path, *, force: bool = False) -> "Plan":
         """Return the plan of the same run in another folder, where ``force`` replaces a run."""
         return replace(self, settings=self.settings.replace(out=folder, force=force))
-
-
-def _text_encoder(named: str, facts: DataFacts) -> TextEncoder:
-    """Return the features of a text encoder. Raises InputError."""
-    encoder = read_encoder(named)
-    if (read := facts.reader) is not None and read != encoder.reader(read.limit):
-        raise InputError(
-            f"{{backbone=}}{named} has another tokenizer than the one that {facts.typed} was read "
-            "with. All runs of a search read it once: search over encoders with the same "
-            "tokenizer, or search for each of them."
-        )
-    return encoder.of(facts.texts, causal=facts.task.network is not None)
 
 
 def with_noise(recorded: Mapping[str, Any], event: TrainingEvent) -> Mapping[str, Any]:

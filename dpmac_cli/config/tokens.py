@@ -4,16 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpmac_cli.config.writing import WRITTEN
+
 #: Default and limits of the number of tokens of a text, which has a first and a last.
 TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
-
-
-def scale_of(size: int) -> int:
-    """Return the power of two that numbers of ``size`` tokens are divided by to be inputs.
-
-    As inputs they are within [0, 1) and exact in float32.
-    """
-    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -22,7 +16,8 @@ class TextReader:
 
     Attributes:
         sha256: checksum of the tokenizer's file.
-        size: number of tokens that the network knows, and padding.
+        size: number of tokens that the network knows, and padding. float32 stores these numbers
+            exactly.
         limit: number of tokens.
         tokenizer: ``tokenizers.Tokenizer``.
     """
@@ -32,15 +27,9 @@ class TextReader:
     limit: int
     tokenizer: Any = field(compare=False, repr=False)
 
-    @property
-    def scale(self) -> int:
-        """Return :func:`scale_of` the tokens."""
-        return scale_of(self.size)
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Return the range of numbers of tokens, which standardisation scales to [-1, 1]."""
-        return -float(self.scale), float(self.scale)
+    def ranges(self, limit: int) -> tuple[list[float], list[float]]:
+        """Return the lowest and highest values of the inputs of a text of ``limit`` tokens."""
+        return [0.0] * limit + [-1.0] * WRITTEN, [float(self.size)] * limit + [1.0] * WRITTEN
 
     def tokens(self, texts: Iterable[str], limit: int) -> list[list[int]]:
         """Return ``limit`` numbers for each text: those of its tokens plus 1, then 0 for padding.

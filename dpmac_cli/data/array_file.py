@@ -35,8 +35,8 @@ def read_array_file(declared: Declaration) -> Reading:
     has_targets = declared.labels and is_labelled(declared.settings.task)
     needed = ("x", "y") if has_targets else ("x",)
     arrays = read_npz(declared.path, needed)
-    read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays)
+    numbers = read_arrays(arrays, declared.texts, str(declared.path))
+    return Reading(arrays, numbers=numbers)
 
 
 def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:

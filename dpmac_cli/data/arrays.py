@@ -20,6 +20,7 @@ from dpmac_cli.config.facts import (
     escaped,
     refuse,
 )
+from dpmac_cli.config.records import Images, Numbers, Records
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.copies import are_expected, copies_among, sides_of
 from dpmac_cli.data.dataset import Dataset, Declaration, Split
@@ -61,7 +62,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     # Classes that are not declared were read from the records.
     named = CLASSES in arrays or not isinstance(task, Classification)
     sides, contents = _sides(arrays, None if named else task.names, declared)
-    facts = _facts_of(declared, arrays, task, sides, converted=reading.converted)
+    facts = _facts_of(declared, reading, arrays, task, sides)
     if not named:
         facts = replace(facts, inferred=(*facts.inferred, "classes"))
     x = arrays["x"]
@@ -76,8 +77,9 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         remarks=tuple(remarks),
         expected=copies > 0 and is_numbers and _are_expected(arrays, declared),
     )
-    ends = _ends(arrays) if is_numbers else None
-    train, test = (Split(inputs_of(x, ends), task.encoded(y), unit) for x, y, unit in sides)
+    train, test = (
+        Split(inputs_of(x, facts.records), task.encoded(y), unit) for x, y, unit in sides
+    )
     return Dataset(train, test, facts, notes)
 
 
@@ -92,27 +94,12 @@ def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
 
 
 def _facts_of(
-    declared: Declaration,
-    arrays: ArrayDict,
-    task: Task,
-    sides: Sequence[Split],
-    *,
-    converted: bool,
+    declared: Declaration, reading: Reading, arrays: ArrayDict, task: Task, sides: Sequence[Split]
 ) -> DataFacts:
     """Return the facts of a dataset, but for classes that were inferred. Raises InputError."""
-    x, settings = arrays["x"], declared.settings
+    settings = declared.settings
     train, test = (len(y if unit is None else np.unique(unit)) for _, y, unit in sides)
-    shape = _shape_of(x, declared, converted=converted)
-    is_numbers = _is_numbers(x)
-    known = dataset_of(
-        (train, test),
-        shape,
-        task,
-        _constants_of(_ends(arrays)) if is_numbers else _constants(declared, shape[0]),
-        levels=1 if is_numbers else 255,
-        texts=declared.layout,
-        array=x.shape[1:] if is_numbers and x.ndim < OF_IMAGES else (),
-    )
+    known = dataset_of((train, test), _records_of(declared, reading, arrays), task)
     sizes = {"channels": settings.channels, "image size": settings.image_size}
     return DataFacts(
         **vars(known),
@@ -120,11 +107,25 @@ def _facts_of(
         typed=str(declared.path),
         own=True,
         schema=declared.schema,
-        reader=declared.texts,
         held_out="x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
-        inferred=tuple(n for n, size in sizes.items() if converted and size is None),
+        inferred=tuple(n for n, size in sizes.items() if reading.converted and size is None),
     )
+
+
+def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> Images | Numbers:
+    """Return what the records are. Raises InputError."""
+    x, settings = arrays["x"], declared.settings
+    sizes = {"{channels}": settings.channels, "{image_size}": settings.image_size}
+    given = [flag for flag, value in sizes.items() if value is not None]
+    if given and not reading.converted:
+        raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
+    shape = inputs_shape(x)
+    if _is_numbers(x):
+        low, high = _ends(arrays).tolist()
+        return reading.numbers(shape=shape, low=tuple(low), high=tuple(high))
+    mean, std = _constants(declared, shape[0])
+    return Images(shape=(shape[0], shape[1], shape[2]), mean=mean, std=std)
 
 
 def _constants(declared: Declaration, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -139,15 +140,6 @@ def _constants(declared: Declaration, channels: int) -> tuple[tuple[float, ...],
             f"{declared.path} have {channels}. Use {{standardise=}}half."
         )
     return mean, std
-
-
-def _constants_of(ends: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return what scales numbers to [-1, 1]: the middle and half the width of each range.
-
-    ``ends`` are the ranges, shape (2, columns).
-    """
-    low, high = ends
-    return tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
 
 
 def _are_expected(arrays: ArrayDict, declared: Declaration) -> bool:
@@ -188,27 +180,20 @@ def _sides(
     return sides, contents
 
 
-def _shape_of(x: Any, declared: Declaration, *, converted: bool) -> tuple[int, int, int]:
-    """Return (channels, height, width) of records as inputs. Raises InputError."""
-    channels, height, width = channels_first(x[:1]).shape[1:]
-    settings = declared.settings
-    sizes = {"{channels}": settings.channels, "{image_size}": settings.image_size}
-    given = [flag for flag, value in sizes.items() if value is not None]
-    if given and not converted:
-        raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
-    return channels, height, width
+def inputs_shape(x: Any) -> tuple[int, ...]:
+    """Return the shape of records as inputs: images have channels first."""
+    shaped = x[:1] if _is_numbers(x) and x.ndim < OF_IMAGES else channels_first(x[:1])
+    shape: tuple[int, ...] = shaped.shape[1:]
+    return shape
 
 
-def inputs_of(x: Any, ends: NDArray[Any] | None) -> Any:
-    """Return a copy of records: images with channels first, and numbers in the shape of ``x``.
-
-    Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images. Those
-    of four dimensions have channels first, too.
-    """
-    if ends is None:
+def inputs_of(x: Any, records: Records) -> Any:
+    """Return a copy of records: images with channels first, and numbers clipped to their range."""
+    if not isinstance(records, Numbers):
         images = channels_first(x)
         return images if isinstance(x, Rows) else images.copy()
     numbers = channels_first(x) if x.ndim == OF_IMAGES else x
+    ends = np.array([records.low, records.high])
     low, high = ends.reshape(2, -1, *[1] * (numbers.ndim - 2))
     return np.clip(numbers, low, high).astype(np.float32)
 

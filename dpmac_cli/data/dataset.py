@@ -19,7 +19,7 @@ class Split(NamedTuple):
     Attributes:
         x: images, uint8, shape (records, channels, height, width), as
             :class:`~dpmac_cli.data.cache.Rows` of a file if they were decoded; numbers, float32,
-            in the shape of their array; texts, a row of whole numbers of tokens each.
+            in the shape of their array; texts, a row of numbers of tokens each, exact in float32.
         y: classes, int64, shape (records,); or numbers to predict, float32, shape (records, 1).
         unit: name of each record's unit; None if each is one.
     """
@@ -55,7 +55,7 @@ class Declaration:
         schema: schema of a table.
         texts: how texts are read; None for images and numbers.
         labels: whether records have labels: False for new ones, whose predictions are asked for.
-        shape: channels, height and width of new images, as the model needs them.
+        shape: shape of new records, as the model needs them.
         id_column: column of a table of new records that names them; None for ``id``.
     """
 
@@ -63,7 +63,7 @@ class Declaration:
     schema: TableSchema | None = None
     texts: TextReader | None = None
     labels: bool = True
-    shape: tuple[int, int, int] = (1, 1, 1)
+    shape: tuple[int, ...] = ()
     id_column: str | None = None
 
     @property
@@ -94,17 +94,3 @@ class Declaration:
         """Return the range that all columns are clipped to."""
         low, _, high = (self.settings.feature_range or "").partition(",")
         return (float(low), float(high)) if high else None
-
-    @property
-    def layout(self) -> tuple[tuple[int, int], ...]:
-        """Return the first input and the number of inputs of each text of a record."""
-        if self.texts is None:
-            return ()
-        if self.schema is None:
-            return ((0, self.texts.limit),)
-        texts, first = list[tuple[int, int]](), 0
-        for column in self.schema.columns:
-            if column.text is not None:
-                texts.append((first, column.text))
-            first += column.inputs
-        return tuple(texts)

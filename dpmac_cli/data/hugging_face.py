@@ -70,8 +70,8 @@ def read_hugging_face(declared: Declaration) -> Reading:
             arrays[f"unit{side}"] = np.array(list(map(str, split[unit])), np.str_)
     if label is not None and getattr(features[label], "names", None):
         arrays[CLASSES] = np.array(features[label].names)
-    read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays, converted=images)
+    numbers = read_arrays(arrays, declared.texts, str(declared.path))
+    return Reading(arrays, converted=images, numbers=numbers)
 
 
 def _splits(dataset: Any, name: str) -> list[Any]:
@@ -127,7 +127,8 @@ def _array(values: Any) -> NDArray[Any]:
 def _shape_of(splits: Sequence[Any], column: str, declared: Declaration) -> tuple[int, int, int]:
     """Return channels, height and width of images. Raises InputError if they have several sizes."""
     if not declared.labels:
-        return declared.shape
+        channels, height, width = declared.shape
+        return channels, height, width
     headers = {
         f"{row} of x{side}": (image.mode, *size_of(image))
         for split, side in zip(splits, SIDES, strict=False)

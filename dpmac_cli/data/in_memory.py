@@ -97,8 +97,8 @@ def read_in_memory(declared: Declaration) -> Reading:
             f"{declared.path} has no y, the labels or numbers to predict. Without them, train a "
             "language model on texts: task='language-model'."
         )
-    read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays)
+    numbers = read_arrays(arrays, declared.texts, str(declared.path))
+    return Reading(arrays, numbers=numbers)
 
 
 def as_new(values: Any) -> InMemoryData:

@@ -39,7 +39,9 @@ def _check(name: str, splits: Sequence[Split], data_dir: Path) -> None:
     """Reject files that differ from the published dataset."""
     facts = DATASETS[name]
     shapes = " and ".join(str(part.x.shape) for part in splits)
-    wanted = " and ".join(str((n, *facts.shape)) for n in (facts.train_size, facts.test_size))
+    wanted = " and ".join(
+        str((n, *facts.records.shape)) for n in (facts.train_size, facts.test_size)
+    )
     if shapes != wanted:
         fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
     elif facts.sha256 is not None and (found := fingerprint(*splits)) != facts.sha256:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.config.facts import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.config.records import Numbers
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.errors import InputError
@@ -50,12 +51,14 @@ class Reading:
         left_out: records that cannot be used, with ``skip_bad``.
         classes: names of classes that were found, if none are declared.
         converted: whether images have the channels and the size that settings declare.
+        numbers: what numbers are, given their shape and their lowest and highest values.
     """
 
     arrays: ArrayDict
     left_out: LeftOut = field(default=NONE_LEFT_OUT)
     classes: tuple[str, ...] = ()
     converted: bool = False
+    numbers: Callable[..., Numbers] = Numbers
 
 
 Reads = Callable[[Declaration], Reading]

@@ -32,7 +32,7 @@ from dpmac_cli.data.table_cells import (
 )
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.targets import CLASSES, DECLARED, NO_LABEL
-from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
+from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank, texts_at
 from dpmac_cli.data.units import unit_name, units_in
 from dpmac_cli.data.values import NOT_TEXT, text_of
 from dpmac_cli.errors import InputError
@@ -178,7 +178,20 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}
-    return Reading(arrays, left_out)
+    places = _places_of_texts(schema.columns)
+    if declared_as.texts is None or not places:
+        return Reading(arrays, left_out)
+    return Reading(arrays, left_out, numbers=texts_at(declared_as.texts, places))
+
+
+def _places_of_texts(columns: Sequence[Column]) -> list[tuple[int, int]]:
+    """Return the first input and the number of tokens of each column of texts."""
+    places, first = list[tuple[int, int]](), 0
+    for column in columns:
+        if column.text is not None:
+            places.append((first, column.text))
+        first += column.inputs
+    return places
 
 
 def _opened(
@@ -264,40 +277,48 @@ def _inputs(
         raise InputError(
             f"The table has {len(rows):,} records: {failure}. Declare fewer columns or categories."
         ) from failure
-    x, ends = list[NDArray[Any]](), list[tuple[float, float]]()
+    x, low, high = list[NDArray[Any]](), list[float](), list[float]()
     for column in columns:
-        block, of_block, missing = _block(column, rows, reader)
+        block, (lows, highs), missing = _block(column, rows, reader)
         x.append(block)
-        ends += [of_block] * block.shape[1]
+        low += lows
+        high += highs
         if column.missing == "input":
             x.append(missing[:, None])
-            ends.append(FLAG)
+            low.append(FLAG[0])
+            high.append(FLAG[1])
         else:
             rows.add(f"no {'text' if column.type == 'text' else 'value'} in {column.name}", missing)
-    low, high = np.array(ends, np.float64).T
-    return np.column_stack(x).astype(np.float64, copy=False), low, high
+    joined = np.column_stack(x).astype(np.float64, copy=False)
+    return joined, np.array(low, np.float64), np.array(high, np.float64)
+
+
+#: Lowest and highest values of inputs.
+Ranges = tuple[list[float], list[float]]
 
 
 def _block(
     column: Column, rows: TableRows, reader: TextReader | None
-) -> tuple[NDArray[Any], tuple[float, float], BoolArray]:
-    """Return a column as inputs, shape (records, inputs), their ends, and where it has no value."""
+) -> tuple[NDArray[Any], Ranges, BoolArray]:
+    """Return a column as inputs, shape (records, inputs), their ranges, and where it is missing."""
     cells = rows.cells[column.name]
     if column.type == "text" and reader is not None:
         texts = [text or "" for text in decoded_cells(cells)]
         missing = np.array([is_blank(text) for text in texts], np.bool_)
         missing |= is_one_of(text_cells(cells), column.missing_words)
         kept = ("" if m else text for m, text in zip(missing, texts, strict=True))
-        return as_inputs(kept, reader, column.text), reader.ends, missing
+        return as_inputs(kept, reader, column.text), reader.ranges(column.text or 0), missing
     if column.type == "category":
         values, missing = values_in(cells, column)
         known = values[:, None] == np.arange(len(column.categories))
-        return np.column_stack([known, np.isnan(values) & ~missing]), FLAG, missing
+        block = np.column_stack([known, np.isnan(values) & ~missing])
+        return block, ([FLAG[0]] * block.shape[1], [FLAG[1]] * block.shape[1]), missing
     values, missing = _values(column, rows)
     ends = (0.0, 1.0) if column.type == "boolean" else column.ends
     if column.type == "date":  # years until the last day
         values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
-    return np.where(np.isnan(values), sum(ends) / 2, values)[:, None], ends, missing
+    block = np.where(np.isnan(values), sum(ends) / 2, values)[:, None]
+    return block, ([ends[0]], [ends[1]]), missing
 
 
 def _values(of: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray]:

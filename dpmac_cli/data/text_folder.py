@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from dpmac_cli.config.facts import left_out
 from dpmac_cli.data.class_folders import ClassFolders, new_files, new_reading
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.reader import Reading, register_reader
-from dpmac_cli.data.texts import as_inputs, is_blank
+from dpmac_cli.data.texts import add_ranges, as_inputs, is_blank, texts_at
 from dpmac_cli.data.values import Faults
 
 SUFFIX = ".txt"
@@ -27,8 +25,9 @@ def read_folder(declared: Declaration) -> Reading:
     folders = ClassFolders(declared, (SUFFIX,), (what, "texts"))
     texts = [_read(Path(file.path), row, faults) for row, file in enumerate(folders.files)]
     arrays = folders.arrays(lambda rows: as_inputs([texts[row] for row in rows], reader), faults)
-    arrays["low"], arrays["high"] = map(np.array, reader.ends)
-    return Reading(arrays, left_out(folders.skipped), folders.classes)
+    add_ranges(arrays, reader)
+    numbers = texts_at(reader, [(0, reader.limit)])
+    return Reading(arrays, left_out(folders.skipped), folders.classes, numbers=numbers)
 
 
 def _read(file: Path, row: int, faults: Faults) -> str:

@@ -1,16 +1,17 @@
 """Texts as inputs: numbers of tokens, which a public network turns into a vector, and their style.
 
-Numbers of tokens are divided by a power of two to be inputs, which float32 stores exactly. Behind
-them are the numbers on how a text is written, rounded to the same grid. No message contains a text.
+Behind the numbers of tokens are those on how a text is written. No message contains a text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.config.facts import refuse
+from dpmac_cli.config.records import Numbers, Texts
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.config.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
@@ -31,7 +32,12 @@ def as_inputs(
     kept, limit = list(texts), limit or reader.limit
     written = np.array([how_written(text) for text in kept], np.float64).reshape(-1, WRITTEN)
     tokens = np.array(reader.tokens(kept, limit), np.float64).reshape(-1, limit)
-    return np.column_stack([tokens, np.rint(written * reader.scale)])
+    return np.column_stack([tokens, written])
+
+
+def texts_at(reader: TextReader, places: Sequence[tuple[int, int]]) -> Callable[..., Numbers]:
+    """Return what makes records of numbers with texts, given where the tokens of each are."""
+    return partial(Texts, texts=tuple(places), tokenizer=reader.sha256, tokens=reader.size)
 
 
 def is_blank(text: str) -> bool:
@@ -44,10 +50,18 @@ def is_text(x: NDArray[Any]) -> bool:
     return x.ndim == 1 and (x.dtype.kind == "U" or any(isinstance(text, str) for text in x))
 
 
-def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) -> None:
+def add_ranges(arrays: dict[str, Any], reader: TextReader) -> None:
+    """Add the lowest and highest values of the inputs of texts to arrays, in place."""
+    arrays["low"], arrays["high"] = map(np.array, reader.ranges(reader.limit))
+
+
+def read_arrays(
+    arrays: dict[str, Any], reader: TextReader | None, name: str
+) -> Callable[..., Numbers]:
     """Replace texts in the arrays x and x_test by their inputs, in place.
 
-    Raises InputError if there are texts and no reader, or a reader and something else.
+    Returns what makes records of the numbers. Raises InputError if there are texts and no reader,
+    or a reader and something else.
     """
     for key in [key for key in ("x", "x_test") if key in arrays]:
         x = np.asarray(arrays[key])
@@ -64,4 +78,7 @@ def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) ->
         bad = [row for row, text in enumerate(texts) if not isinstance(text, str) or is_blank(text)]
         refuse([f"Record {row} of {name} {NO_TEXT}" for row in bad], " Leave it out.")
         arrays[key] = as_inputs(texts, reader)
-        arrays["low"], arrays["high"] = map(np.array, reader.ends)
+    if reader is None:
+        return Numbers
+    add_ranges(arrays, reader)
+    return texts_at(reader, [(0, reader.limit)])

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.hub import download_url_to_file, get_dir
 from torch.nn.functional import interpolate, layer_norm
 
-from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.networks import BACKBONES, TORCHVISION_WEIGHTS, Backbone
+from dpmac_cli.config.records import Images
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import efficientnet_lite, vision_models
 from dpmac_cli.models.weights import PublicWeights, read_weights
@@ -26,21 +26,21 @@ class PublicBackbone(nn.Module):
 
     Each image is resized and standardised as during the network's training, and its features are
     normalised by their own mean and deviation. The result depends on that image alone: the network
-    is always in evaluation mode, batch norms are constants, and nothing is random. ``signature``
-    gives the shape of images and the constants that they were standardised with.
+    is always in evaluation mode, batch norms are constants, and nothing is random. ``images`` have
+    the shape of images and the constants that they were standardised with.
     """
 
-    def __init__(self, backbone: Backbone, signature: Signature) -> None:
+    def __init__(self, backbone: Backbone, images: Images) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
         self.network = (lite if kind.package else of_torchvision)(kind.network)
         self.network.set_submodule(kind.head, nn.Identity())
-        constants = (signature.mean, signature.std, kind.mean, kind.std)
+        constants = (images.mean, images.std, kind.mean, kind.std)
         mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
         self.register_buffer("gain", std / its_std, persistent=False)
         self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)
-        self._resizes, self._flips = signature.shape[1:] != self._size, backbone.flips
+        self._resizes, self._flips = images.shape[1:] != self._size, backbone.flips
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "PublicBackbone":
@@ -49,14 +49,14 @@ class PublicBackbone(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (images, width, 1, 1); grey images are repeated to 3 channels."""
+        """Return features, shape (images, width); grey images are repeated to three channels."""
         x = x * self.get_buffer("gain") + self.get_buffer("offset")
         if self._resizes:
             x = interpolate(x, self._size, mode="bicubic", antialias=True)
-        features = self._of(x)
+        features: Tensor = self._of(x)
         if self._flips:
             features = (features + self._of(x.flip(3))) / 2
-        return features[:, :, None, None]
+        return features
 
     def _of(self, x: Tensor) -> Tensor:
         features = self.network(x.contiguous(memory_format=torch.channels_last))

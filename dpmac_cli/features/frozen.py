@@ -52,9 +52,8 @@ class WithHead(nn.Module):
 class FrozenFeatures(WithHead):
     """A network whose head alone is trained.
 
-    Features have at least three dimensions besides the batch, and are rounded to the dtype
-    ``stored``, in both training and evaluation. Of the frozen part, a published model has the
-    tensors with the names ``published``; None for all.
+    Features are rounded to the dtype ``stored``, in both training and evaluation. Of the frozen
+    part, a published model has the tensors with the names ``published``; None for all.
     """
 
     #: Whether the frozen part is not built in, so that it sees one record at a time.
@@ -105,11 +104,10 @@ class OneByOne(nn.Module):
         self._features = features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (records, width, 1, 1). Raises ModelError for other results."""
-        return torch.stack([self._of(row) for row in x])[:, :, None, None]
+        """Return features, shape (records, width). Raises ModelError for other results."""
+        return torch.stack([self._of(row) for row in x])
 
-    def _of(self, row: Tensor) -> Tensor:
-        record = row.flatten() if row.ndim == 3 and row.shape[1:] == (1, 1) else row
+    def _of(self, record: Tensor) -> Tensor:
         with code_of_network(record[None]):
             found = torch.as_tensor(self._features.function(record.clone()))
         if found.shape != (self._features.width,):
@@ -118,7 +116,7 @@ class OneByOne(nn.Module):
                 f"record of shape {tuple(record.shape)}, but it was registered with width="
                 f"{self._features.width}: it must return that many numbers."
             )
-        return found.detach().to(row)
+        return found.detach().to(record)
 
 
 class Mirrored(nn.Module):
@@ -152,13 +150,11 @@ def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         torch.set_num_threads(count)
 
 
-def with_features(
-    head: nn.Module, shape: tuple[int, int, int], kind: str = "scatter"
-) -> FrozenFeatures:
+def with_features(head: nn.Module, shape: tuple[int, ...], kind: str = "scatter") -> FrozenFeatures:
     """Apply a network to scattering features, stored in float16 to save memory and disk.
 
     A group norm of 27 groups precedes it, as in Tramer and Boneh 2021, arXiv 2011.11660. ``shape``
-    is (channels, height, width) of an image; ``Scattered(kind).shape_of`` is the network's input.
+    is (channels, height, width) of an image; ``Scattered(kind)`` has that of the network's input.
     """
     channels, height, width = shape
     norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
@@ -184,7 +180,6 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     frozen = copy.deepcopy(network.eval(), shared)
     frozen.get_submodule(name).forward = lambda x: x  # return the layer's input
     head = nn.Sequential(nn.Flatten(), network.get_submodule(name))
-    frozen = nn.Sequential(frozen, nn.Unflatten(1, (-1, 1, 1)))
     return FrozenFeatures(frozen, head, torch.float32)
 
 

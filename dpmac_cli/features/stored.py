@@ -19,7 +19,7 @@ from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
 from dpmac_cli.progress import report
 
-VERSION = 8
+VERSION = 9
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
 #: Records between reports of progress if the frozen part itself keeps records apart.
@@ -52,7 +52,7 @@ def featured(
 
 
 def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
-    everything, one = Rows(file, np.arange(len(file))), torch.ones(1, 1, 1, device=data.gain.device)
+    everything, one = Rows(file, np.arange(len(file))), torch.ones(1, device=data.gain.device)
     places = np.split(everything.rows, [len(data.train)])
     train, test = (
         split.read_from(Rows(file, rows), one.device)

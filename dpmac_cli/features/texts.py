@@ -26,6 +26,7 @@ from dpmac_cli.config.encoders import (
     transformers_config,
     weight_files,
 )
+from dpmac_cli.config.records import Records, Texts
 from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.dp.clipping.matmul import RowProducts
@@ -152,9 +153,9 @@ class OnTexts(nn.Module):
 
     def ids(self, rows: Tensor) -> list[Tensor]:
         """Return the tokens of each text of inputs, (records, inputs): int64, (records, tokens)."""
-        scale, last = self.encoder.scale, self.encoder.config.tokens
+        last = self.encoder.config.tokens
         parts = (rows[:, first : first + count] for first, count in self.encoder.texts)
-        return [(part * scale).round().long().clamp(0, last) for part in parts]
+        return [part.round().long().clamp(0, last) for part in parts]
 
     def others(self, rows: Tensor) -> Tensor:
         """Return how texts are written, scaled, and the inputs not of texts: (records, others)."""
@@ -165,6 +166,26 @@ class OnTexts(nn.Module):
         begins = [*(first for first, _ in texts), rows.shape[1]]
         rest = [rows[:, b:e] for b, e in zip(ends, begins, strict=True)]
         return torch.cat([*written, *rest], 1)
+
+
+#: Number of made-up rows of texts.
+EXAMPLES = 16
+
+
+def example_of(records: Records | None) -> Tensor | None:
+    """Return made-up rows to try a network on texts on, float32; None for other records.
+
+    Normally distributed numbers would be few tokens, and most of them padding.
+    """
+    if not isinstance(records, Texts):
+        return None
+    draws = torch.Generator().manual_seed(0)
+    rows = torch.randn(EXAMPLES, records.size, generator=draws)
+    for first, count in records.texts:
+        tokens = torch.randint(1, records.tokens, (EXAMPLES, count), generator=draws)
+        lengths = torch.randint(1, count + 1, (EXAMPLES, 1), generator=draws)
+        rows[:, first : first + count] = tokens * (torch.arange(count) < lengths)
+    return rows
 
 
 class Joined(nn.Module):
@@ -182,7 +203,7 @@ class Joined(nn.Module):
         self.register_buffer("common", torch.zeros(width))
 
     def forward(self, vectors: Sequence[Tensor], others: Tensor) -> Tensor:
-        """Return features, shape (records, features, 1, 1).
+        """Return features, shape (records, features).
 
         Args:
             vectors: of norm 1, shape (records, width) for each text.
@@ -190,7 +211,7 @@ class Joined(nn.Module):
         """
         scale = math.sqrt(len(self.common))
         own = [v - (v * self.common).sum(1, keepdim=True) * self.common for v in vectors]
-        return torch.cat([*(vector * scale for vector in own), others], 1)[:, :, None, None]
+        return torch.cat([*(vector * scale for vector in own), others], 1)
 
 
 #: Numbers of tokens that texts are padded to are multiples of this number.
@@ -216,10 +237,9 @@ class TextFeatures(OnTexts):
         self.requires_grad_(False).train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""
-        rows = x.flatten(1)
-        vectors = [self._vectors(ids) for ids in self.ids(rows)]
-        features: Tensor = self.joined(vectors, self.others(rows))
+        """Return features, shape (records, features), of inputs (records, inputs)."""
+        vectors = [self._vectors(ids) for ids in self.ids(x)]
+        features: Tensor = self.joined(vectors, self.others(x))
         return features
 
     def _vectors(self, ids: Tensor) -> Tensor:

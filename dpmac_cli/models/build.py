@@ -27,17 +27,20 @@ from dpmac_cli.config.networks import (
     Trained,
     UserModel,
 )
+from dpmac_cli.config.records import Images
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features.backbones import PublicBackbone, at_a_time
 from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, WithHead, with_features
-from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures
+from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures, example_of
 from dpmac_cli.models import architectures
 from dpmac_cli.models.language_model import CausalModel, on_texts
 from dpmac_cli.models.trained_part import freeze
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.randomness.layers import forked, seed_all
 
+#: Number of dimensions of records without channels, of which built-in networks get one.
+PLANE = 2
 #: A network of the program that runs: its class, a function that builds it, or an instance.
 Network = nn.Module | Callable[..., nn.Module]
 
@@ -57,7 +60,7 @@ def build_model(
     Args:
         model: result of :func:`~dpmac_cli.config.networks.parse_model`, or a network of the
             program; an instance is copied.
-        signature: shape of a record, its standardisation, and the number of outputs.
+        signature: shape and kind of records, and the number of outputs.
         seed: seed of the initial weights; global generators are not changed.
         fix_norm: replace batch norm with group norm.
         features: fixed features that are the network's inputs.
@@ -84,14 +87,15 @@ def build_model(
         check = partial(check_model, classes=signature.outputs, isolated=isolated)
         own = isinstance(model, BuiltIn)
         if features is not None:
-            check(network, seen.record, built_in=own)
+            check(network, seen.shape, built_in=own)
             network = _behind(network, features, signature, trained)
         if trained is not None and trained.part != "head":
-            freeze(network, trained, signature.record)
+            freeze(network, trained, signature.shape)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
             built_in = own or features is not None
-            check(network, signature.record, frozen=head_only, built_in=built_in)
+            example = example_of(signature.records)
+            check(network, signature.shape, frozen=head_only, built_in=built_in, example=example)
     return network
 
 
@@ -99,7 +103,10 @@ def _behind(
     head: nn.Module, features: Features, signature: Signature, trained: Trained | None
 ) -> nn.Module:
     """Apply a network to features of records. Raises ModelError if the records do not fit."""
-    if (fault := features.fault(signature.shape)) is not None:
+    records = signature.records
+    if records is None or records.kind not in features.reads:
+        raise ModelError(f"The features {features.kind} are of {features.reads}.")
+    if (fault := features.fault(records)) is not None:
         raise ModelError(f"The {features.reads} {fault}")
     head_only = trained is None or trained.part == "head"
     if isinstance(features, TextEncoder):
@@ -112,8 +119,9 @@ def _behind(
     if isinstance(features, OwnFeatures):
         return FrozenFeatures(OneByOne(OWN_FEATURES[features.kind]), head, torch.float32, ())
     if not isinstance(features, Backbone):
-        return with_features(head, signature.shape, features.kind)
-    backbone = PublicBackbone(features, signature)
+        return with_features(head, (*records.shape,), features.kind)
+    assert isinstance(records, Images)  # noqa: S101  (a backbone reads them alone)
+    backbone = PublicBackbone(features, records)
     network = (
         FrozenFeatures(backbone, head, torch.float16, ()) if head_only else WithHead(backbone, head)
     )
@@ -124,7 +132,11 @@ def _behind(
 def build_network(name: str, signature: Signature) -> nn.Module:
     """Return a built-in network, not validated, initialised with torch's global generator."""
     kind = MODELS[name]
-    network: nn.Module = getattr(architectures, kind.builder)(signature, *kind.arguments)
+    plane = len(signature.shape) == PLANE
+    seen = replace(signature, shape=(1, *signature.shape)) if plane else signature
+    network: nn.Module = getattr(architectures, kind.builder)(seen, *kind.arguments)
+    if plane:
+        network = nn.Sequential(nn.Unflatten(1, (1, signature.shape[0])), network)
     if signature.start is not None:
         layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
         for last in layers[-1:]:
@@ -137,9 +149,10 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
     """Return the signature of a network behind features: theirs is the shape of its inputs."""
     if features is None:
         return signature
+    assert signature.records is not None  # noqa: S101  (features are of records)
     start = features.start if signature.start is None else signature.start
-    shape = features.shape_of(signature.shape)
-    return replace(signature, shape=shape, record=shape, start=start)
+    shape = features.shape_of(signature.records)
+    return Signature(shape, signature.outputs, start)
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:
@@ -177,7 +190,7 @@ def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, 
         inspect.signature(factory).bind(None, None)
     except (TypeError, ValueError):
         return ()
-    return signature.record, signature.outputs
+    return signature.shape, signature.outputs
 
 
 def _find(model: UserModel) -> Callable[..., Any]:

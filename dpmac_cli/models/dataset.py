@@ -1,7 +1,6 @@
-"""Records on the device. Images are stored as uint8 and standardised when they are used."""
+"""Records on the device. Images are stored as uint8 and scaled when they are used."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpmac_cli.config.records import Records
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.units import Units
 from dpmac_cli.tasks.task import Task
@@ -20,11 +20,11 @@ IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 @dataclass(frozen=True)
 class Split:
-    """Images and labels on the device.
+    """Records and labels on the device.
 
     Attributes:
-        images: uint8, shape (records, channels, height, width). Numbers are float32, and have the
-            shape of their array. On the device "meta" if they are read from a file.
+        images: shape (records, *shape): images, uint8, or numbers, float32. On the device "meta" if
+            they are read from a file.
         labels: targets of the task: int64, shape (records,); or for numbers to predict
             float32, (records, 1).
         sha256: checksum of the images, if the file that they come from has one.
@@ -82,9 +82,10 @@ class Data:
 
     train: Split  # the private records
     test: Split  # records the guarantee does not cover
-    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1); see shaped
+    gain: Tensor  # scaling as one multiply-add, in the shape of a record with sides of 1
     offset: Tensor
     task: Task  # what the targets are
+    example: Tensor | None = None  # made-up rows to try a network on; None for any numbers
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""
@@ -96,18 +97,13 @@ class Data:
         return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))
 
     def standardised(self, images: Tensor) -> Tensor:
-        """Return (images / levels - mean) / std in the network's dtype and the images' shape."""
+        """Return records scaled by their public constants, in the network's dtype."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
-    def shaped(self, record: tuple[int, ...]) -> "Data":
-        """Return the same numbers with records of another shape, such as (columns,)."""
-        ones = [1] * (len(record) - 1)  # of gain and offset, which have one number per channel
-        train, test = (
-            replace(part, images=part.images.reshape(len(part), *record))
-            for part in (self.train, self.test)
-        )
-        gain, offset = self.gain.reshape(-1, *ones), self.offset.reshape(-1, *ones)
-        return replace(self, train=train, test=test, gain=gain, offset=offset)
+    def scaled_as(self, records: Records) -> "Data":
+        """Return the same records, scaled as others of their shape are."""
+        gain, offset = scaling_of(records, self.gain.device)
+        return replace(self, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:
@@ -121,10 +117,8 @@ def fingerprint(*splits: Split) -> str:
     return digest.hexdigest()
 
 
-def standardisation(
-    levels: float, mean: Sequence[float], std: Sequence[float], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return gain and offset of (images / levels - mean) / std, shape (channels, 1, 1) each."""
-    means, stds = torch.tensor([mean, std], dtype=torch.float64).view(2, -1, 1, 1)
-    gain, offset = 1 / (levels * stds), -means / stds
-    return gain.to(device, torch.float32), offset.to(device, torch.float32)
+def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return factors and summands of records, in the shape of a record with sides of 1."""
+    shape = records.channels, *[1] * (len(records.shape) - 1)
+    gain, offset = torch.tensor(records.scaling, dtype=torch.float64, device=device)
+    return gain.view(shape).float(), offset.view(shape).float()

@@ -24,11 +24,11 @@ class CausalModel(OnTexts):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return losses in nats, shape (records, 1, 1, 1), of inputs (records, inputs, 1, 1)."""
-        (ids,) = self.ids(x.flatten(1))
+        """Return losses in nats, shape (records, 1), of inputs (records, inputs)."""
+        (ids,) = self.ids(x)
         at_a_time = max(1, LOGITS_AT_A_TIME // (ids.shape[1] * self.encoder.size))
         parts = [ids] if torch.is_grad_enabled() else torch.split(ids, at_a_time)
-        return torch.cat([self.losses(part) for part in parts])[:, None, None, None]
+        return torch.cat([self.losses(part) for part in parts])[:, None]
 
     def losses(self, ids: Tensor) -> Tensor:
         """Return the mean loss of each text in nats, shape (texts,).
@@ -50,7 +50,7 @@ class CausalModel(OnTexts):
         """
         draws = torch.Generator(x.device)
         draws.seed()
-        (ids,) = self.ids(x.flatten(1))
+        (ids,) = self.ids(x)
         longest = self.encoder.config.longest
         for row, mask in zip(ids, token_mask(ids), strict=True):
             tokens = prompt = (row[mask] - 1).clamp(0)

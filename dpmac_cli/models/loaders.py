@@ -2,23 +2,24 @@
 
 import torch
 
-from dpmac_cli.config.datasets import Dataset as PublicFacts
+from dpmac_cli.config import records as kinds
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.data.dataset import Split as Records
 from dpmac_cli.data.units import units_of
-from dpmac_cli.models.dataset import Data, Split, split_of, standardisation
+from dpmac_cli.features.texts import example_of
+from dpmac_cli.models.dataset import Data, Split, scaling_of, split_of
 
 
-def on_device(dataset: Dataset, device: torch.device, facts: PublicFacts | None = None) -> Data:
+def on_device(dataset: Dataset, device: torch.device, records: kinds.Records | None = None) -> Data:
     """Return the records of a dataset on a device.
 
-    ``facts`` say how they are standardised; None for the dataset's.
+    ``records`` say how they are scaled; None for the dataset's.
     """
-    known = facts or dataset.facts
+    known = records or dataset.facts.records
     train, test = (_split(part, device) for part in (dataset.train, dataset.test))
-    gain, offset = standardisation(*known.constants, device)
-    return Data(train, test, gain, offset, known.task).to(device)
+    scaling = scaling_of(known, device)
+    return Data(train, test, *scaling, dataset.facts.task, example_of(known)).to(device)
 
 
 def _split(records: Records, device: torch.device) -> Split:

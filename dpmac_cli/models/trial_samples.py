@@ -49,8 +49,15 @@ class Trial:
     classes: int | None
 
     @staticmethod
-    def of(model: nn.Module, shape: tuple[int, ...], classes: int) -> "Trial":
-        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
+    def of(
+        model: nn.Module, shape: tuple[int, ...], classes: int, example: Tensor | None = None
+    ) -> "Trial":
+        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype.
+
+        ``example``: made-up samples to try it on; None for random numbers.
+        """
+        if example is not None:
+            return Trial(Structure(example.to(dtype_of(model)), numbers=(PUBLIC,)), classes)
         return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
 
     def losses(self, outputs: Tensor) -> Tensor:

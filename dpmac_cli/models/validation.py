@@ -82,6 +82,7 @@ def check_model(
     frozen: bool = False,
     isolated: bool = False,
     built_in: bool = False,
+    example: Tensor | None = None,
 ) -> None:
     """Reject a classifier that mixes or stores samples, or cannot be trained.
 
@@ -92,12 +93,12 @@ def check_model(
             mode, in which it is also run: batch norm is a public constant there.
         isolated: the network may compute something else for a batch than for each sample alone.
         built_in: the network is built in, so only its output is checked.
+        example: made-up samples to try it on, shape (rows, *shape); None for random numbers.
 
     Raises ModelError, which names the layer and the remedy.
     """
-    check_trial(
-        model, Trial.of(model, shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
-    )
+    trial = Trial.of(model, shape, classes, example)
+    check_trial(model, trial, frozen=frozen, isolated=isolated, built_in=built_in)
 
 
 def check_trial(

@@ -22,11 +22,12 @@ from dpmac_cli.accounting.accountants import (
     type_two_errors,
 )
 from dpmac_cli.accounting.events import Count, TrainingEvent, merged
+from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import SCHEMA_VERSION, parse_file
 from dpmac_cli.release.report_privacy import Events
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.headers import AnyNumber, Number, Part
+from dpmac_cli.runs.headers import Number, Part
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95

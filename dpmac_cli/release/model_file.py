@@ -132,7 +132,7 @@ def load_model(
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
     attach(model, _account(facts.privacy, facts.checksum))
-    reader = _text_reader(file, tensors, facts, features)
+    reader = _text_reader(file, tensors, features)
     return Released(model.to(device).eval(), kept, file, facts, reader)
 
 
@@ -228,23 +228,20 @@ def _account(done: Privacy, checksum: str) -> Account:
 def _text_reader(
     file: Path,
     tensors: Mapping[str, Tensor],
-    facts: Facts,
     features: registry.Features | None,
 ) -> TextReader | None:
     """Return how a published model reads texts; None if it is not for texts.
 
-    Raises InputError if it has no tokenizer; ModelError if its network is not supported.
+    Raises InputError if it has no tokenizer.
     """
-    public = facts.model.public_part
-    if public is None or public.encoder is None:
+    if not isinstance(features, TextEncoder):
         return None
-    limit = facts.input.texts[0][1]
-    if isinstance(features, TextEncoder) and features.folder is not None:
+    _, limit = features.texts[0]
+    if features.folder is not None:
         return features.reader(limit)
-    config = _encoder(file, public.encoder)
     try:
         content = tensors["frozen.vocabulary"].numpy().tobytes()
-        return reader_of(content, config, limit)
+        return reader_of(content, features.config, limit)
     except (KeyError, ValueError) as failure:
         raise InputError(f"{file} {FOREIGN} (it has no tokenizer). {WANTED}") from failure
 
@@ -294,16 +291,17 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
     if part is None or (named := part.backbone or part.features) is None:
         return None
     if part.encoder is not None:
-        config, texts = _encoder(file, part.encoder), facts.input.texts
+        config, causal = _encoder(file, part.encoder), facts.task.network is not None
         if part.train != "head":  # the file has the whole network
-            return TextEncoder(named, config, texts, weight_bytes=file.stat().st_size)
+            whole = TextEncoder(named, config, weight_bytes=file.stat().st_size)
+            return whole.of(facts.input, causal=causal)
         found = _encoder_of(file, facts, named, public)
         if found.config != config:
             raise InputError(
                 f"{file} was trained on another encoder or tokenizer than {found.folder}. "
                 f"{ELSEWHERE}"
             )
-        return replace(found, kind=named, texts=texts)
+        return replace(found, kind=named).of(facts.input)
     if named in registry.BACKBONES and part.backbone_size is not None:
         return registry.Backbone(named, part.backbone_size, part.backbone_flips)
     if named in registry.FEATURES:

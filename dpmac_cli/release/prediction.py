@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
+from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.arrays import channels_first, inputs_of
+from dpmac_cli.data.arrays import inputs_of, inputs_shape
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
@@ -27,7 +28,7 @@ from dpmac_cli.data.text_folder import SUFFIX
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
-from dpmac_cli.models.dataset import Data, standardisation
+from dpmac_cli.models.dataset import Data, scaling_of
 from dpmac_cli.models.loaders import on_device
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
@@ -100,10 +101,11 @@ def score(
 def _check_fits(released: Released, known: DataFacts) -> None:
     """Raise ModelError if a model does not fit a dataset."""
     file, facts = released.path, released.header
-    if known.shape != facts.input.shape:
+    shape = known.records.shape
+    if shape != facts.input.shape:
         raise ModelError(
             f"{file} does not fit {known.name}: it takes records of shape "
-            f"{facts.input.shape}, but those of the dataset have {known.shape}."
+            f"{facts.input.shape}, but those of the dataset have {shape}."
         )
     fits = not known.own and known.task.outputs == facts.task.outputs
     if known.task != facts.task and not fits:
@@ -115,9 +117,7 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     """Evaluate a model on test records, read as those that it was trained on."""
-    device = data.gain.device
-    gain, offset = standardisation(*facts.input.constants, device)
-    data = replace(data, gain=gain, offset=offset).shaped(facts.input.record)
+    data = data.scaled_as(facts.input)
     return evaluate(model, data, data.test)
 
 
@@ -194,7 +194,7 @@ def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
     elif reader is not None:
         kinds = ("texts", *ARRAYS)
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
-    elif facts.input.levels == 1:
+    elif facts.input.kind == "numbers":
         kinds, wanted = ARRAYS, "rows of numbers: use an .npz"
     if declared.in_memory is None and not os.path.exists(path):
         # It may be a text, which no message shows.
@@ -206,29 +206,24 @@ def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
         yield f"{{id=}}{declared.id_column} names a column, but {file} was not trained on a table."
 
 
-def _ends(x: Any, path: Path, facts: Facts) -> NDArray[np.float64] | None:
-    """Return the range that numbers are clipped to, shape (2, columns); None for images.
-
-    Raises InputError if records do not fit the model.
-    """
-    known = facts.input
-    images, table = known.levels > 1, known.shape[1:] == (1, 1)
+def _check_new(x: Any, path: Path, records: Records) -> None:
+    """Raise InputError if new records are not of the kind and shape that a model takes."""
     if isinstance(x, Rows):
-        return None  # decoded as the model needs them
-    shape = channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
-    sides = "channels: {}, height: {}, width: {}".format(*known.shape)
-    if images:
+        return  # decoded as the model needs them
+    is_image, rank = records.kind == "images", len(records.shape)
+    fits = x.ndim in ((3, 4) if is_image else (rank + 1,)) and inputs_shape(x) == records.shape
+    names = ("channels", "height", "width")[-rank:]
+    sides = ", ".join(f"{name}: {side}" for name, side in zip(names, records.shape, strict=False))
+    if is_image:
         wanted = f"images as uint8, with {sides}"
-        fits = shape == known.shape and x.dtype == np.uint8
+        fits = fits and x.dtype == np.uint8
     else:
-        wanted = f"rows of {known.shape[0]} numbers" if table else f"floats, {sides}"
-        fits = shape == known.shape and x.dtype.kind in ("fiu" if x.ndim == 2 else "f")
+        wanted = f"rows of {records.size} numbers" if rank == 1 else f"floats, {sides}"
+        fits = fits and x.dtype.kind in ("fiu" if rank == 1 else "f")
         if fits and not np.isfinite(x).all():
             wanted, fits = "finite", False
     if not fits:
         raise InputError(f"{path}: x must be {wanted}, not {x.dtype} of shape {x.shape}.")
-    middle, half = np.array([known.mean, known.std])
-    return None if images else np.stack([middle - half, middle + half])
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,8 +331,8 @@ def predict(
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
-    ends = _ends(x, declared.path, released.header)
-    inputs = partial(_inputs, released, x, ends, where)
+    _check_new(x, declared.path, released.header.input)
+    inputs = partial(_inputs, x, released.header.input, where)
     answers = np.concatenate([*_answers(released, inputs(), len(x))])
     texts = _continued(released, inputs(), length, temperature)
     return Predictions(answers, released.header.task, names, ids, reading.left_out, texts)
@@ -364,22 +359,13 @@ def _continued(
     return [released.reader.tokenizer.decode(tokens) for tokens in found]
 
 
-def _inputs(
-    released: Released, x: Any, ends: NDArray[Any] | None, device: torch.device
-) -> Iterator[Tensor]:
-    """Yield some records after the other as the network takes them.
-
-    ``x`` are all records, and ``ends`` is the range that numbers are clipped to.
-    """
-    known = released.header.input
-    gain, offset = (
-        each.reshape(-1, *[1] * (len(known.record) - 1))
-        for each in standardisation(*known.constants, device)
-    )
-    for rows in places(len(x), known.shape):
+def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
+    """Yield some records after the other as the network takes them. ``x`` are all of them."""
+    gain, offset = scaling_of(records, device)
+    for rows in places(len(x), records.shape):
         some = x[rows]
-        values = some.read() if isinstance(some, Rows) else inputs_of(some, ends)
-        batch = torch.from_numpy(values).to(device).reshape(-1, *known.record)
+        values = some.read() if isinstance(some, Rows) else inputs_of(some, records)
+        batch = torch.from_numpy(values).to(device)
         if isinstance(some, Rows):  # convolutions are faster
             batch = batch.contiguous(memory_format=torch.channels_last)
         yield torch.addcmul(offset, batch.to(gain.dtype), gain)

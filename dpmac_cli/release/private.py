@@ -177,7 +177,6 @@ class PrivateTraining(PrivateProgram):
 
     def standardise(self, x: Tensor) -> Tensor:
         """Return records of the dataset as the network takes them, on its device."""
-        x = x.reshape(len(x), *self._task.record)
         return self._task.data.standardised(x.to(self._step.state.theta.device))
 
     def evaluate(self) -> Evaluation:
@@ -231,7 +230,7 @@ def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:
     memory = settings.dataset
     as_arrays = isinstance(memory, InMemoryData) and memory.arrays is not None
     if asked.get("standardise") is None and as_arrays:
-        facts = replace(facts, standardised=False)
+        facts = replace(facts, records=facts.records.model_copy(update={"standardised": False}))
     return replace(plan, settings=settings, facts=facts)
 
 

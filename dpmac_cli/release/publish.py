@@ -106,15 +106,7 @@ def public_facts(session: Session) -> report.Facts:
         optimizer=plan.optimizer.name,
         dataset=_dataset(run),
         model=_model(run, task, session.trainer.sums.size),
-        input=report.Input(
-            levels=data.levels,
-            record=task.record,
-            texts=data.texts,
-            shape=data.shape,
-            mean=data.mean,
-            std=data.std,
-            **({} if data.standardised else {"standardised": False}),
-        ),
+        input=data.records.model_copy(update=dict(data.records)),  # with keys that are defaults
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],
         privacy=guarantee,
@@ -188,17 +180,13 @@ def _search(run: DescribedRun, search: Search) -> SearchResult:
 def _computed(run: DescribedRun) -> tuple[Computed, ...]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, covered = run.plan.facts, run.plan.score
-    shape = {
-        "images": ("channels", "image size"),
-        "numbers": ("columns and their ranges",),
-        "texts": ("columns, their ranges, and largest numbers of tokens",),
-    }[facts.holds]
     status = {
         "weights, and all numbers of the report except those below": "protected",
         f"number of training {run.counted}": "declared public",
         f"number of test {run.tested}": "declared public",
         **dict.fromkeys(
-            (facts.task.public, *shape), "declared public" if facts.own else "published"
+            (facts.task.public, *facts.records.public),
+            "declared public" if facts.own else "published",
         ),
         **dict.fromkeys(facts.inferred, "not covered"),
         "scores of the test records": "protected" if covered else "not covered",

@@ -4,7 +4,6 @@
 and values computed after the noise. Does not import torch.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -18,13 +17,12 @@ from pydantic import (
 )
 
 from dpmac_cli.accounting.events import MOST_COUNT, Count, Steps, TrainingEvent
-from dpmac_cli.config.datasets import Constants, Signature, constants_of
+from dpmac_cli.config.datasets import Signature
+from dpmac_cli.config.records import AnyNumber, AnyRecords
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.release.report_privacy import PrintableText, Privacy, Said
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
-    MOST_NUMBER,
-    AnyNumber,
     Number,
     Part,
     Score,
@@ -39,9 +37,6 @@ SCHEMA_VERSION = 2
 T = TypeVar("T")
 
 
-#: Largest number of values of a record, of its dimensions, and of levels of a pixel.
-MOST_VALUES, MOST_SIDES, MOST_LEVELS = 1 << 25, 16, 1 << 32
-Side = Annotated[int, Field(ge=1, le=MOST_VALUES)]
 ByClass = tuple[Annotated[int, Field(ge=0, le=MOST_COUNT)], ...]
 Interval = tuple[AnyNumber | None, AnyNumber | None]
 
@@ -118,46 +113,6 @@ class Model(Part):
     """The part of the network that was public before training. Absent if there is none."""
 
 
-class Input(Part):
-    """Input of the network: pixels are divided by levels, then standardised by mean and std.
-
-    Numbers are clipped to mean ± std first.
-    """
-
-    shape: tuple[Side, Side, Side]
-    """Channels, height and width of an image."""
-    record: Annotated[tuple[Side, ...], Field(max_length=MOST_SIDES)]
-    """Shape of a record as the network takes it: that of shape, or for numbers that of the array
-    that they come from."""
-    levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)]
-    """The largest value of a pixel; 1 for rows of numbers."""
-    texts: tuple[tuple[Annotated[int, Field(ge=0, le=MOST_VALUES)], Side], ...]
-    """First input and number of inputs of each text, which are the numbers of its tokens."""
-    mean: tuple[AnyNumber, ...]
-    """Of each channel; public constants."""
-    std: tuple[Annotated[float, Field(gt=0, le=MOST_NUMBER)], ...]
-    """Of each channel; public constants."""
-    standardised: bool = True
-    """False if the network takes records as a program gave them: pixels from 0 to levels, or
-    numbers in their range."""
-
-    @property
-    def constants(self) -> Constants:
-        """Return levels, means and deviations by which records are standardised."""
-        return constants_of(self.levels, self.mean, self.std, standardised=self.standardised)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        values = math.prod(self.shape)
-        if values > MOST_VALUES or math.prod(self.record) != values:
-            raise ValueError("the shapes of a record do not match, or are too large")
-        if not len(self.mean) == len(self.std) == self.shape[0]:
-            raise ValueError("mean and std are not those of the channels")
-        if any(first + count > self.shape[0] for first, count in self.texts):
-            raise ValueError("texts are not among the inputs")
-        return self
-
-
 class Audit(Said):
     """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
 
@@ -212,9 +167,10 @@ class Facts(Part):
     """The dataset that the model was trained on."""
     model: Model
     """The network."""
-    input: Input
-    """Input of the network: pixels are divided by levels, then mean is subtracted and the result is
-    divided by std."""
+    input: AnyRecords
+    """What a record is, and the public constants by which the network's inputs are scaled: pixels
+    are divided by white, then mean is subtracted and the result divided by std; numbers are clipped
+    to low and high, which become -1 and 1; numbers of tokens are not scaled."""
     classes: tuple[PrintableText, ...]
     """Names of the classes or labels, in the order of the network's outputs. Empty for a number to
     predict."""
@@ -238,8 +194,9 @@ class Facts(Part):
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
         part = self.model.public_part
-        if bool(self.input.texts) != (part is not None and part.encoder is not None):
-            raise ValueError("texts without an encoder, or an encoder without texts")
+        encoder = {} if part is None or part.encoder is None else part.encoder
+        if getattr(self.input, "tokenizer", None) != encoder.get("vocabulary_sha256"):
+            raise ValueError("texts without their encoder, or an encoder without texts")
         if len(self.classes) < 2 and self.target is None:
             raise ValueError("neither classes nor a target")
         return self
@@ -247,8 +204,7 @@ class Facts(Part):
     @property
     def signature(self) -> Signature:
         """Signature of the network."""
-        found = self.input
-        return Signature(found.shape, found.record, self.task.outputs, found.mean, found.std)
+        return Signature(self.input.shape, self.task.outputs, records=self.input)
 
     def values(self) -> dict[str, Any]:
         """Return the JSON values by key. Keys that were not set do not apply."""

@@ -120,19 +120,9 @@ class DescribedRun:
         return "language model" if self.continues else "text encoder"
 
     @property
-    def limits(self) -> str:
-        """Largest numbers of tokens of texts."""
-        return " and ".join(str(count) for _, count in self.plan.facts.texts)
-
-    @property
     def domain(self) -> str:
         """Return what a labelled record is."""
-        facts = self.plan.facts
-        if not facts.texts:
-            kind = "images" if facts.is_images else "rows of numbers"
-            return f"{kind} of shape {' x '.join(map(str, facts.shape))}"
-        several = "s" * (len(facts.texts) > 1)
-        return f"records with {len(facts.texts)} text{several} of at most {self.limits} tokens"
+        return self.plan.facts.records.described
 
 
 def said(topic: str, run: DescribedRun) -> list[str]:
@@ -231,7 +221,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "texts",
-        lambda run: run.plan.facts.texts and not run.continues,
+        lambda run: run.features == "texts" and not run.continues,
         "Predictions and cached features reveal texts: the features of a text are a function of "
         "that text alone, without noise, from which much of it can be reconstructed. Epsilon "
         "covers the model, not what it answers about a text, nor the folder of features (dpmac "
@@ -261,15 +251,15 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     (
         "public part",
         lambda run: run.continues,
-        "The network is a public language model ({run.about}). Texts are truncated to {run.limits} "
-        "tokens of its public vocabulary.",
+        "The network is a public language model ({run.about}). Texts are truncated to "
+        "{run.plan.facts.records.limits} tokens of its public vocabulary.",
     ),
     (
         "public part",
         lambda run: run.features == "texts" and not run.continues,
         "The network takes vectors of texts from a public encoder ({run.about}), and the shares of "
         "capitals, digits, punctuation and symbols of each text. They depend on each text alone. "
-        "Texts are truncated to {run.limits} tokens of its public vocabulary.",
+        "Texts are truncated to {run.plan.facts.records.limits} tokens of its public vocabulary.",
     ),
     (
         "public part",

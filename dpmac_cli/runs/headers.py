@@ -9,15 +9,13 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from dpmac_cli.accounting.events import Count, Steps, TrainingEvent
+from dpmac_cli.config.records import MOST_NUMBER, AnyNumber
 
-#: Largest number of a header with a fraction.
-MOST_NUMBER = 1e300
 #: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
 
 
 Number = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
-AnyNumber = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 #: A score, or the ends of its interval.
 Score = bool | AnyNumber | None | tuple[AnyNumber | None, ...]

@@ -20,6 +20,7 @@ from dpmac_cli.features.backbones import public_weights
 from dpmac_cli.features.class_names import SIGNAL, begin_at_names
 from dpmac_cli.features.frozen import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.features.stored import featured
+from dpmac_cli.features.texts import example_of
 from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build
 from dpmac_cli.models.dataset import Data
@@ -39,7 +40,6 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
-        record: shape of a record as the whole network gets it.
         own: whether the network is not built in, so that it may draw random numbers.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user. private_notes: notes on the records, for the person who holds them.
@@ -50,7 +50,6 @@ class PreparedRun:
     model: nn.Module
     trained: nn.Module
     data: Data
-    record: tuple[int, ...]
     own: bool = True
     pretrained: str | None = None
     start: int = 0
@@ -100,17 +99,16 @@ def prepare(
     passed_in = model is not None
     model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})
     own = passed_in or isinstance(plan.model, UserModel)
-    record = record_shape(plan, own=own)
     model = model.to(device)
-    parts = None if passed_in else cut_network(plan, record, model)
+    parts = None if passed_in else cut_network(plan, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
-        _check_precision(plan, model, record)
+        _check_precision(plan, model)
     private_notes: tuple[str, ...] = ()
     data = data or read_again(plan)
     if isinstance(data, Dataset):
         private_notes = checks.private_notes(plan, data.notes)
-        data = on_device(data, device, plan.facts)
-    data = data.shaped(record).computed_in(dtype_of(model))
+        data = on_device(data, device, plan.facts.records)
+    data = data.computed_in(dtype_of(model))
     trained = model
     if parts is not None:
         # On a CPU, texts are encoded in batches that depend on their lengths.
@@ -123,7 +121,6 @@ def prepare(
         model=model,
         trained=trained,
         data=data,
-        record=record,
         own=own,
         private_notes=private_notes,
         start=_start_of(keys),
@@ -133,13 +130,14 @@ def prepare(
 
 def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
     """Load the data of a run onto a device; ``data`` if it was read. Raises InputError."""
-    return on_device(data or read_again(plan), device, plan.facts)
+    return on_device(data or read_again(plan), device, plan.facts.records)
 
 
 def read_again(plan: Plan) -> Dataset:
     """Read the records of a plan. Raises InputError if they are not those that it was made for."""
     data, facts = read(plan.settings), plan.facts
-    if data.facts.public != replace(facts, standardised=True).public:
+    as_read = facts.records.model_copy(update={"standardised": True})
+    if data.facts.public != replace(facts, records=as_read).public:
         (now, now_tested), (before, tested) = (
             (known.train_size, known.test_size) for known in (data.facts, facts)
         )
@@ -152,11 +150,11 @@ def read_again(plan: Plan) -> Dataset:
     return data
 
 
-def cut_network(plan: Plan, record: tuple[int, ...], model: nn.Module) -> FrozenFeatures | None:
+def cut_network(plan: Plan, model: nn.Module) -> FrozenFeatures | None:
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model
-    return cut_before_head(model, record) if _head_only(plan) else None
+    return cut_before_head(model, plan.facts.records.shape) if _head_only(plan) else None
 
 
 def _head_only(plan: Plan) -> bool:
@@ -164,14 +162,14 @@ def _head_only(plan: Plan) -> bool:
     return plan.trained.part == "head" and plan.features is None
 
 
-def _check_precision(plan: Plan, model: nn.Module, record: tuple[int, ...]) -> None:
+def _check_precision(plan: Plan, model: nn.Module) -> None:
     """Reject autocast in the trained part of a network."""
-    classes = plan.facts.task.outputs
+    records, classes = plan.facts.records, plan.facts.task.outputs
     if plan.features is not None and isinstance(model, FrozenFeatures):
-        shape = plan.features.shape_of(plan.facts.shape)
+        shape = plan.features.shape_of(records)
         check_precision(model.head, Trial.of(model.head, shape, classes))
     elif not _head_only(plan):
-        check_precision(model, Trial.of(model, record, classes))
+        check_precision(model, Trial.of(model, records.shape, classes, example_of(records)))
 
 
 def _of_features(plan: Plan) -> dict[str, object]:
@@ -180,10 +178,8 @@ def _of_features(plan: Plan) -> dict[str, object]:
     return settings if plan.features is None else settings | plan.features.values
 
 
-def _start(
-    plan: Plan, model: nn.Module, record: tuple[int, ...]
-) -> tuple[PublicWeights, tuple[str, ...]]:
-    """Load the public weights into a network of records of a shape; return them with notes."""
+def _start(plan: Plan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
+    """Load the public weights into a network; return them with notes."""
     features, facts = plan.features, plan.facts
     weights = None if plan.pretrained is None else read_weights(plan.pretrained)
     if isinstance(features, TextEncoder):
@@ -200,7 +196,7 @@ def _start(
         model, head = model.get_submodule("frozen.network"), BACKBONES[features.kind].head
         return weights, tuple(weights.adopted_by(model, head))
     assert weights is not None  # noqa: S101  (it starts from public weights)
-    return weights, tuple(weights.adopted_by(model, head_of(model, record)))
+    return weights, tuple(weights.adopted_by(model, head_of(model, facts.records.shape)))
 
 
 def _texts_of(model: nn.Module) -> text_features.TextFeatures:
@@ -232,8 +228,7 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     Also returns what :class:`PreparedRun` says of how it was built.
     """
     named = plan.model
-    record = record_shape(plan, own=isinstance(named, UserModel))
-    signature = replace(plan.facts.signature, record=record)
+    signature = plan.facts.signature
     model = build.build_model(
         named,
         signature,
@@ -249,7 +244,7 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
         seen = build.seen_by_network(signature, plan.features)
         said["built_by"] = build.built_by(named, seen)
     if plan.starts_public:
-        weights, said["notes"] = _start(plan, model, record)
+        weights, said["notes"] = _start(plan, model)
         said["pretrained"] = weights.sha256
         if plan.private:
             _check_public(weights, plan.facts)
@@ -265,23 +260,6 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
 def _start_of(keys: Keys) -> int:
     """Return the seed of the initial weights."""
     return int.from_bytes(keys.init[:4], "little")
-
-
-def record_shape(plan: Plan, *, own: bool) -> tuple[int, ...]:
-    """Return the shape in which a network gets a record; ``own`` if it is not built in.
-
-    Built-in networks and features get images, with channels first. Raises InputError for a network
-    that gets no images if images are augmented.
-    """
-    facts = plan.facts
-    if not own or plan.features is not None:
-        return facts.shape
-    if plan.settings.augment is not None and facts.record != facts.shape:
-        raise InputError(
-            f"{{augmentations}} is for images with channels, but records of {facts.typed} have "
-            f"the shape {facts.record}. Add a dimension of channels to the array: x[:, None]."
-        )
-    return facts.record
 
 
 def _check_passed_in(plan: Plan, model: object) -> nn.Module:
@@ -301,7 +279,7 @@ def _check_passed_in(plan: Plan, model: object) -> nn.Module:
     if plan.settings.fix_norm:
         build.without_batch_norm(model)
     build.take_logits(model)
-    check_model(model, record_shape(plan, own=True), outputs, isolated=plan.settings.isolate)
+    check_model(model, plan.facts.records.shape, outputs, isolated=plan.settings.isolate)
     return model
 
 

@@ -110,6 +110,6 @@ def _records(plan: Plan, data: Data) -> str:
     record = {
         "records": fingerprint(data.train, data.test),
         "units": [None if each is None else each.sha256() for each in units],
-        "declared": [facts.task.facts, facts.mean, facts.std],
+        "declared": [facts.task.facts, facts.records.model_dump()],
     }
     return digest({}, record)

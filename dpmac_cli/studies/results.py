@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
+from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.libraries import stats
@@ -24,7 +25,7 @@ from dpmac_cli.release.card import web_page
 from dpmac_cli.release.plots import means
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.headers import AnyNumber, Number, Part
+from dpmac_cli.runs.headers import Number, Part
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number

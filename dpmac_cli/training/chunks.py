@@ -27,6 +27,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
+    PUBLIC,
     Structure,
     map_rows,
     samples_in,
@@ -347,9 +348,13 @@ class DataSum(ChunkedSum):
         built_in = None if own else build_weights(settings.loss, class_weights(settings), device)
         several = (inputs,) if inputs > 1 else ()
         images, labels = data.train.images.shape[1:], data.train.labels
+        inputs_of = Structure(data.gain.new_zeros((1, *several, *images)))
+        if (example := data.example) is not None:
+            rows = example.to(data.gain).view(-1, *several and (1,), *images)
+            inputs_of = Structure(rows.expand(-1, *several, *images), numbers=(PUBLIC,))
         super().__init__(
             model,
-            Structure(data.gain.new_zeros((1, *several, *images))),
+            inputs_of,
             Structure(labels.new_zeros((1, *several, *labels.shape[1:])), keep=True),
             layers,
             loss=loss,

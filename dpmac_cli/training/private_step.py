@@ -18,6 +18,7 @@ from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import unknown
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan as plan_run
+from dpmac_cli.config.records import Numbers
 from dpmac_cli.config.settings import RENAMED
 from dpmac_cli.config.sources import given_settings
 from dpmac_cli.dp.clipping.batches import (
@@ -383,10 +384,8 @@ def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
         typed=BATCHES,
         train_size=sampling.n,
         test_size=0,
-        shape=(1, 1, 1),
+        records=Numbers(shape=(1,), low=(-1.0,), high=(1.0,)),
         task=Classification(("0", "1")),  # no setting of a step depends on it
-        mean=(),
-        std=(),
         defaults=defaults,
         about="",
     )

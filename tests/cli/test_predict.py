@@ -139,8 +139,9 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     assert [row["id"] for row in rows] == ["7", "007", "9"]
     x = np.array([[30.0, 1, 0, 0, 0], [100, 0, 0, 0, 1], [3.5, 0, 0, 1, 0]])
     facts = report_of(tabular)["input"]
-    inputs = torch.from_numpy((x - facts["mean"]) / np.array(facts["std"])).float()
-    logits = load_model(tabular).model(inputs.view(3, 5, 1, 1))
+    low, high = map(np.array, (facts["low"], facts["high"]))
+    inputs = torch.from_numpy((2 * x - low - high) / (high - low)).float()
+    logits = load_model(tabular).model(inputs)
     shares = logits.softmax(1)[:, 1].tolist()
     assert [float(row["p_high"]) for row in rows] == pytest.approx(shares, abs=1e-6)
     Path("predictions.csv").unlink()

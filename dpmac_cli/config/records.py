@@ -1,0 +1,197 @@
+"""Kinds of records: what the numbers of a record are, and how a network gets them.
+
+A record keeps the shape of its array: an image (channels, height, width), a row of a table
+(columns,), a text the numbers of its tokens. A network gets it scaled by public constants, in the
+same shape. Imports nothing slow.
+"""
+
+import math
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dpmac_cli.config.writing import WRITTEN
+
+#: Largest number of values of a record, of its dimensions, and of levels of a pixel.
+MOST_VALUES, MOST_SIDES, MOST_LEVELS = 1 << 25, 16, 1 << 32
+#: Largest number with a fraction.
+MOST_NUMBER = 1e300
+
+Side = Annotated[int, Field(ge=1, le=MOST_VALUES)]
+AnyNumber = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
+Shape = Annotated[tuple[Side, ...], Field(min_length=1, max_length=MOST_SIDES)]
+#: What a value is multiplied by and what is then added, of each channel or column.
+Scaling = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+class Records(BaseModel):
+    """Records of one kind, all of one shape. All of it is public."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    #: What the records are, one of them, and what is public of how they are read, in words.
+    several: ClassVar[str]
+    one: ClassVar[str]
+    public: ClassVar[tuple[str, ...]]
+
+    kind: str
+    """What the records are: images, numbers or texts."""
+    shape: Shape
+    """Shape of a record."""
+    standardised: bool = True
+    """False if the network takes records as a program gave them: pixels from 0 to white, or numbers
+    in their range."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of values of a record."""
+        return math.prod(self.shape)
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels or columns, which are scaled alike in all places."""
+        return 1 if len(self.shape) == 2 else self.shape[0]
+
+    @property
+    def pixels(self) -> int:
+        """Return the number of places of each channel; 1 for a row."""
+        return self.size // self.channels
+
+    @property
+    def described(self) -> str:
+        """Return what a record is: "images of shape 1 x 28 x 28"."""
+        return f"{self.several} of shape {' x '.join(map(str, self.shape))}"
+
+    @property
+    def scaling(self) -> Scaling:
+        """Return factors and summands of a channel each, by which a network's inputs are made."""
+        if not self.standardised:
+            return (1.0,) * self.channels, (0.0,) * self.channels
+        return self.constants
+
+    @property
+    def constants(self) -> Scaling:
+        """Return the factors and summands of standardisation."""
+        raise NotImplementedError
+
+    def _check_constants(self, *constants: tuple[float, ...]) -> None:
+        """Raise ValueError unless a record can be stored and each channel has constants."""
+        if self.size > MOST_VALUES:
+            raise ValueError("a record has too many values")
+        if any(len(part) != self.channels for part in constants):
+            raise ValueError("its constants are not one for each channel")
+
+
+class Images(Records):
+    """Images with 8 bits per channel: pixels are divided by white, then standardised."""
+
+    several: ClassVar = "images"
+    one: ClassVar = "one image"
+    public: ClassVar = ("channels", "image size")
+
+    kind: Literal["images"] = "images"
+    """What the records are."""
+    shape: tuple[Side, Side, Side]
+    """Channels, height and width."""
+    mean: tuple[AnyNumber, ...]
+    """Subtracted from the pixels of each channel, which are from 0 to 1; public constants."""
+    std: tuple[Annotated[float, Field(gt=0, le=MOST_NUMBER)], ...]
+    """What they are then divided by, of each channel; public constants."""
+    white: Annotated[int, Field(ge=1, le=MOST_LEVELS)] = 255
+    """The largest value of a pixel."""
+
+    @property
+    def constants(self) -> Scaling:
+        """Return the factors and summands of standardisation."""
+        factors = tuple(1 / (self.white * std) for std in self.std)
+        return factors, tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_constants(self.mean, self.std)
+        return self
+
+
+class Numbers(Records):
+    """Rows or arrays of numbers, clipped to public ranges, which are scaled to [-1, 1]."""
+
+    several: ClassVar = "rows of numbers"
+    one: ClassVar = "one row"
+    public: ClassVar[tuple[str, ...]] = ("columns and their ranges",)
+
+    kind: Literal["numbers"] = "numbers"
+    """What the records are."""
+    low: tuple[AnyNumber, ...]
+    """Lowest value of each column or channel; lower ones are clipped to it. Public."""
+    high: tuple[AnyNumber, ...]
+    """Highest value of each column or channel. Public."""
+
+    @property
+    def constants(self) -> Scaling:
+        """Return the factors and summands of standardisation."""
+        ranges = list(zip(self.low, self.high, strict=True))
+        halves = [(high - low) / 2 for low, high in ranges]
+        middles = [(low + high) / 2 for low, high in ranges]
+        factors = tuple(1 / half for half in halves)
+        return factors, tuple(-middle / half for middle, half in zip(middles, halves, strict=True))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_constants(self.low, self.high)
+        if any((high - low) / 2 <= 0 for low, high in zip(self.low, self.high, strict=True)):
+            raise ValueError("low is not below high")
+        return self
+
+
+class Texts(Numbers):
+    """Records with texts, each a row of numbers of tokens, and perhaps other numbers.
+
+    Behind the tokens of a text are :data:`~dpmac_cli.config.writing.WRITTEN` numbers on how it is
+    written. A network gets those of a text as they are.
+    """
+
+    several: ClassVar = "records with texts"
+    one: ClassVar = "one record"
+    public: ClassVar = ("columns, their ranges, and largest numbers of tokens",)
+
+    kind: Literal["texts"] = "texts"  # type: ignore[assignment]
+    """What the records are."""
+    texts: tuple[tuple[Annotated[int, Field(ge=0, le=MOST_VALUES)], Side], ...]
+    """First input and number of inputs of each text, which are the numbers of its tokens."""
+    tokenizer: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """SHA-256 of the tokenizer's file."""
+    tokens: Annotated[int, Field(ge=2, le=(1 << 23) + 1)]
+    """Number of tokens that the network knows, and padding. float32 stores these numbers exactly.
+    """
+
+    @property
+    def described(self) -> str:
+        """Return what a record is: "records with 2 texts of at most 32 and 64 tokens"."""
+        several = "s" * (len(self.texts) > 1)
+        return f"records with {len(self.texts)} text{several} of at most {self.limits} tokens"
+
+    @property
+    def limits(self) -> str:
+        """Return the largest numbers of tokens of texts in words."""
+        return " and ".join(str(count) for _, count in self.texts)
+
+    @property
+    def constants(self) -> Scaling:
+        """Return the factors and summands of standardisation; those of texts change nothing."""
+        factors, summands = map(list, super().constants)
+        for first, count in self.texts:
+            width = count + WRITTEN
+            factors[first : first + width] = [1.0] * width
+            summands[first : first + width] = [0.0] * width
+        return tuple(factors), tuple(summands)
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        last = self.shape[0] - WRITTEN
+        if not self.texts or any(first + count > last for first, count in self.texts):
+            raise ValueError("texts are not among the inputs")
+        return self
+
+
+#: Records of any kind, as a header has them.
+AnyRecords = Annotated[Images | Numbers | Texts, Field(discriminator="kind")]
