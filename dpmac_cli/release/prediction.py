@@ -333,7 +333,7 @@ def predict(
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
     _check_new(x, declared.path, released.header.input)
     inputs = partial(_inputs, x, released.header.input, where)
-    answers = np.concatenate([*_answers(released, inputs(), len(x))])
+    answers = _answers(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
     return Predictions(answers, released.header.task, names, ids, reading.left_out, texts)
 
@@ -371,17 +371,14 @@ def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
         yield torch.addcmul(offset, batch.to(gain.dtype), gain)
 
 
-def _answers(
-    released: Released, batches: Iterator[Tensor], count: int
-) -> Iterator[NDArray[np.float32]]:
-    """Yield what the model's outputs mean for some records after the other, and report progress.
-
-    ``count`` is the number of records.
-    """
-    done = 0
+def _answers(released: Released, batches: Iterator[Tensor], count: int) -> NDArray[np.float32]:
+    """Return what the model's outputs mean for ``count`` records, and report progress."""
+    task, done = released.header.task, 0
+    # Small arrays that stay between large batches that go would keep the memory of all of them.
+    found = np.empty((count, task.outputs), np.float32)
     for logits in outputs(released.model, batches):
         numbers = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
-        found = released.header.task.answers(numbers)
-        yield found
-        done += len(found)
+        found[done : done + len(numbers)] = task.answers(numbers)
+        done += len(numbers)
         report(done, count, released.path, "predictions")
+    return found

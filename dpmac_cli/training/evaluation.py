@@ -189,9 +189,10 @@ def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = Fals
     batches = list(places(len(split), shape, size.stop if covered else RECORDS))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     standard = build_loss(data.task.losses[0])
-    loss, found = 0.0, list[Tensor]()
+    kind = torch.promote_types(dtype_of(model), torch.float32)
+    # Small tensors that stay between large ones that go would keep the memory of all of them.
+    found, loss = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
     for some, logits in zip(batches, outputs(model, inputs, run), strict=True):
         loss += standard(logits, split.labels[some]).sum().item()
-        found.append(logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)))
-    logits, labels = torch.cat(found), split.labels.cpu()
-    return Evaluation(loss / len(split), logits, labels, data.task, split.units)
+        found[some] = logits
+    return Evaluation(loss / len(split), found, split.labels.cpu(), data.task, split.units)
