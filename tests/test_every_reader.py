@@ -32,6 +32,8 @@ from tests.test_hugging_face import Image as HuggingFaceImage
 from tests.tiny_bert import tiny_reader
 
 COUNT, CLASSES = 24, ("a", "b")
+#: Names of classes of which each is the number of another one.
+NUMBERED = ("1", "0")
 SCHEMA = schema_of(
     {
         "label": {"column": "y", "classes": [*CLASSES]},
@@ -85,6 +87,24 @@ def arrays(_: Path, contents: Contents) -> Declaration:
     x, labels, units = zip(*contents, strict=True)
     data = ArrayData([*x], [*labels], classes=CLASSES, low=0, high=99, unit=[*units])
     return declared(data.path, in_memory=data)
+
+
+def numbered(_: Path, contents: Contents) -> Declaration:
+    """Labels that may be names, and places of others."""
+    x, y = zip(*contents, strict=True)
+    data = ArrayData([*x], [*y], classes=NUMBERED, low=0, high=99)
+    return declared(data.path, in_memory=data)
+
+
+def torch_numbered(_: Path, contents: Contents) -> Declaration:
+    data = from_torch(Listed(contents), classes=NUMBERED, low=0, high=99)
+    return declared(data.path, in_memory=data)
+
+
+def image_arrays(_: Path, contents: Contents) -> Declaration:
+    """Images in uint8, which have no range."""
+    data = ArrayData([*contents], [n % 2 for n in range(len(contents))], classes=CLASSES)
+    return declared(data.path, in_memory=data, feature_range="0,1")
 
 
 def numbers(_: Path, contents: Contents) -> Declaration:
@@ -232,6 +252,12 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
     "numbers": (numbers, [([n, n], n / 3) for n in range(COUNT)],
                 [([98, 0], 1), ([1, 1], 1e300), ([1, 1], -1e300)],
                 [([1, 1], None), ([1, 1], "x"), ([1, 1], [1, 1]), ([1, 1], float("nan"))]),
+    "numbered": (numbered, [([n, n % 2], n % 2) for n in range(COUNT)],
+                 [([98, 0], "1"), ([98, 0], 1.0)], [([1, 1], "2"), ([1, 1], None), ([1, 1], [1])]),
+    "torch numbered": (torch_numbered, [(torch.tensor([n, n % 2]), n % 2) for n in range(COUNT)],
+                       [(torch.tensor([98, 0]), "1")], [(torch.tensor([98, 0]), "2")]),
+    "image arrays": (image_arrays, GREY, [np.full((8, 8), 99, np.uint8)],
+                     [GREY[3] / 99, GREY[3].astype(int), (GREY[3] / 99).tolist()]),
     "torch": (torch_dataset, [(torch.tensor([n, n % 2]) / 2, n % 2) for n in range(COUNT)],
               SAMPLES, BAD_SAMPLES),
     "torch images": (torch_images, [(Image.fromarray(of), torch.tensor(n % 2))
@@ -249,7 +275,8 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
 }  # fmt: skip
 
 
-IN_MEMORY = ("arrays", "numbers", "torch", "torch images", "texts", "Hugging Face")
+IN_MEMORY = ("arrays", "numbered", "numbers", "image arrays", "texts", "Hugging Face",
+             "torch", "torch numbered", "torch images")  # fmt: skip
 
 
 def seen(source: Declaration) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], int]:

@@ -27,10 +27,14 @@ ArrayDict = dict[str, Any]
 def as_array(values: Any, name: str) -> NDArray[Any]:
     """Return an array; a list with texts becomes one of objects, so that no item changes another.
 
-    Raises InputError.
+    Raises InputError, also for images of several types: one of floats would make numbers of all.
     """
-    texts = isinstance(values, list | tuple) and any(isinstance(item, str) for item in values)
+    items = values if isinstance(values, list | tuple) else ()
+    images = any(getattr(item, "ndim", 0) > 1 for item in items)
     try:
+        if images and len({getattr(item, "dtype", None) for item in items}) > 1:
+            raise TypeError("images of several types")
+        texts = any(isinstance(item, str) for item in items)
         return np.array(values, object) if texts else np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
         raise InputError(

@@ -96,8 +96,20 @@ def targets_in(y: NDArray[Any], arrays: Arrays, *, numbers: bool) -> NDArray[Any
         return np.where(whole, y, NO_LABEL).astype(np.int64)
     if y.dtype.kind in "OU" and CLASSES in arrays and y.ndim == 1:
         places = {str(name): place for place, name in enumerate(arrays[CLASSES].ravel().tolist())}
-        return np.array([places.get(str(label), NO_LABEL) for label in y.tolist()])
+        return np.array([_label_of(label, places) for label in y.tolist()], np.int64)
     return y
+
+
+def _label_of(value: Any, places: Mapping[str, int]) -> int:
+    """Return a label: a text is the name of a class, and a whole number is its place.
+
+    It depends on the value alone. If names among other labels made those names, too, one record
+    would change the classes of all.
+    """
+    if isinstance(value, str):
+        return places.get(value, NO_LABEL)
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    return int(value) if is_number and abs(value) < 2**63 and value == int(value) else NO_LABEL
 
 
 def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import ConcatDataset, Subset
 
 from dpmac_cli.data.in_memory import ArrayData, ArrayFacts
+from dpmac_cli.data.reader import as_array
 from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -99,7 +100,7 @@ def _read(dataset: Any, numbers: bool) -> tuple[NDArray[Any], NDArray[Any]]:
                     f"{labels[0].shape}: {remedy}."
                 )
             x[row] = values
-    return x, np.stack(labels) if labels else x
+    return x, as_array([label.tolist() for label in labels], "y") if labels else x
 
 
 def _record(record: Any, numbers: bool) -> NDArray[Any]:
