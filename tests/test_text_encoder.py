@@ -43,6 +43,7 @@ from tests.dp.reference import Subject
 from tests.test_texts import TEXTS
 from tests.tiers import one_in, rest_long
 from tests.tiny_bert import (
+    LAYERS,
     WIDTH,
     encoder_at,
     notes,
@@ -112,6 +113,26 @@ def test_other_texts_and_places_change_no_bit_of_a_vector(tiny: TextEncoder) -> 
     for count in (1, 2, 7, 33, 100):
         some = torch.randperm(150, generator=draws)[:count]
         assert torch.equal(encoded(ids[some]), together[some])
+
+
+@pytest.mark.promise("features")
+def test_attention_has_a_mask_whether_or_not_a_text_has_padding(
+    tiny: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask it is another kernel, so the padding of one text would round all others."""
+    encoded, masks = features(tiny, trained=True), list[Tensor | None]()
+    real = nn.functional.scaled_dot_product_attention
+
+    def noted(*args: Any, **more: Any) -> Tensor:
+        masks.append(more.get("attn_mask"))
+        return real(*args, **more)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
+    full = torch.randint(1, tiny.config.tokens, (3, 2 * LENGTHS))
+    encoded.alone(full)
+    encoded._vectors(full)
+    assert len(masks) == 2 * LAYERS
+    assert all(mask is not None for mask in masks)
 
 
 @pytest.mark.promise("features")

@@ -30,6 +30,7 @@ from dpmac_cli.config.records import Records, Texts
 from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.dp.clipping.matmul import RowProducts
+from dpmac_cli.dp.clipping.projections import masks_kept
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features.frozen import by_threads
 from dpmac_cli.libraries import transformers
@@ -246,7 +247,9 @@ class TextFeatures(OnTexts):
         """Return the vectors of texts, shape (texts, width)."""
         if ids.is_cuda or (self._trained and torch.is_grad_enabled()):
             mask = token_mask(ids)
-            return pooled(token_vectors(self.network, ids, mask), mask, first=self.first)
+            with masks_kept():
+                vectors = token_vectors(self.network, ids, mask)
+            return pooled(vectors, mask, first=self.first)
         return self.alone(ids)
 
     def alone(self, ids: Tensor) -> Tensor:
@@ -263,7 +266,8 @@ class TextFeatures(OnTexts):
             with RowProducts():
                 return pooled(token_vectors(self.network, texts, mask), mask, first=self.first)
 
-        parts = zip(places, by_threads(vectors, batches), strict=True)
+        with masks_kept():  # attention without one, where no text has padding, is another kernel
+            parts = [*zip(places, by_threads(vectors, batches), strict=True)]
         found = torch.cat([part[: len(some)] for some, part in parts])
         return found[torch.cat(places).argsort()]
 
