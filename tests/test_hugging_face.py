@@ -184,6 +184,51 @@ def test_what_no_dataset_can_be_read_as_is_said() -> None:
         records(missing)
 
 
+@pytest.mark.promise("published")
+def test_what_a_decoder_says_of_a_record_is_not_repeated() -> None:
+    class Damaged(Pillow.Image):
+        """An image that is decoded when it is used."""
+
+        def load(self) -> Any:
+            raise ValueError("the pixels 1 2 3")
+
+    class Column(list[Any]):
+        """Values that are decoded one by one."""
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self[:3]
+            raise OSError("the pixels 1 2 3")
+
+    image = Damaged()
+    image._mode, image._size = "L", (8, 8)
+    for found, said in (
+        ([image, *pictures()._columns["image"][1:]], "Record 0 of x cannot be read as an image"),
+        ([{"bytes": b"pixels"}] * COUNT, "Record 0 of x is not decoded: use dataset.cast_column"),
+        (Column(pictures()._columns["image"]), r"Record 3 of the column image cannot .*OSError\)"),
+    ):
+        dataset = Dataset({**pictures()._columns, "image": found}, pictures().features)
+        with pytest.raises(InputError, match=said) as caught:
+            records(dataset, channels="1", image_size=8)
+        assert "pixels" not in str(caught.value)
+
+
+def test_all_splits_need_the_columns() -> None:
+    with pytest.raises(InputError, match="There is no column image"):
+        records(DatasetDict(train=pictures(), test=vectors()))
+    with pytest.raises(InputError, match="There is no column who"):
+        records(pictures(), unit="who")
+
+
+@pytest.mark.promise("unit")
+@pytest.mark.parametrize("unit", [1.5, 1e16, float("inf"), [1], None, float("nan")])
+def test_units_are_exact(unit: Any) -> None:
+    """Or those of two persons may be one."""
+    persons = [unit, *(float(row // 3) for row in range(1, COUNT))]
+    of = {**pictures().features, "person": Value("float64")}
+    with pytest.raises(InputError, match=r"record 0 of x has (no unit|a unit that is no whole)"):
+        records(Dataset({**pictures()._columns, "person": persons}, of), unit="person")
+
+
 @pytest.mark.promise("unit")
 def test_units_are_those_of_a_column() -> None:
     of = {**pictures().features, "person": Value("string")}

@@ -3,7 +3,7 @@
 One column of texts, images or vectors is read, and one of labels, whose names are the classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dpmac_cli.config.facts import complaints
+from dpmac_cli.config.facts import complaints, refuse
 from dpmac_cli.data.arrays import SIDES
 from dpmac_cli.data.class_folders import TESTS, TRAIN
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.data.image_folder import Look, decode, decode_new, seen_in, shape_of_all, size_of
+from dpmac_cli.data.image_folder import (
+    Look,
+    decode,
+    decode_new,
+    seen_in,
+    shape_of_all,
+    size_of,
+    unreadable,
+)
 from dpmac_cli.data.memory import check_memory
-from dpmac_cli.data.reader import ArrayDict, Reading, register_reader
+from dpmac_cli.data.reader import ArrayDict, Reading, as_array, register_reader
 from dpmac_cli.data.targets import CLASSES
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
@@ -26,6 +34,7 @@ from dpmac_cli.tasks.task import is_labelled
 #: Names of columns of labels that do not name their classes.
 LABELS = ("label", "labels")
 TEXTS = ("string", "large_string")
+LEAVE_OUT = "Leave them out with dataset.select([...])."
 SELECT = "Keep one with dataset.select_columns([...])"
 
 
@@ -56,18 +65,26 @@ def read_hugging_face(declared: Declaration) -> Reading:
         )
     unit = declared.settings.unit if declared.labels else None
     column = _column_of(features, (label, unit), str(declared.path))
+    used = [name for name in (column, label, unit) if name is not None]
+    absent = {name for name in used for split in splits if name not in split.features}
+    refuse(
+        [f"There is no column {name}" for name in sorted(absent)],
+        f" The splits of {declared.path} need one set of columns, and that of {{unit}}.",
+    )
     images = type(features[column]).__name__ == "Image"
     arrays: ArrayDict = {}
     shape = _shape_of(splits, column, declared) if images else ()
     for split, side in zip(splits, SIDES, strict=False):
-        values = split[column]
+        values = _values(split, column)
         arrays[f"x{side}"] = (
-            _decoded(values, shape, declared, f"x{side}") if images else _array(values)
+            _decoded(values, (len(split), *shape), declared, f"x{side}")
+            if images
+            else _array(values)
         )
         if label is not None:
-            arrays[f"y{side}"] = np.array(list(split[label]))
+            arrays[f"y{side}"] = as_array([*_values(split, label)], label)
         if unit is not None:
-            arrays[f"unit{side}"] = np.array(list(map(str, split[unit])), np.str_)
+            arrays[f"unit{side}"] = np.fromiter(_values(split, unit), object, len(split))
     if label is not None and getattr(features[label], "names", None):
         arrays[CLASSES] = np.array(features[label].names)
     numbers = read_arrays(arrays, declared.texts, str(declared.path))
@@ -113,7 +130,21 @@ def _is_record(feature: Any) -> bool:
     return kind in TEXTS or (type(feature).__name__ != "Value" and not hasattr(feature, "names"))
 
 
-def _array(values: Any) -> NDArray[Any]:
+def _values(split: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column, decoded one by one. Raises InputError, which quotes none."""
+    read = 0
+    try:
+        for value in split[column]:
+            yield value
+            read += 1
+    except Exception as failure:  # decoders raise whatever a record leads to
+        raise InputError(
+            f"Record {read} of the column {column} cannot be read ({type(failure).__name__}). "
+            "Leave it out with dataset.select([...])."
+        ) from failure
+
+
+def _array(values: Iterable[Any]) -> NDArray[Any]:
     """Return texts, each by itself, or vectors. Raises InputError if these have several shapes."""
     items = list(values)
     if all(item is None or isinstance(item, str) for item in items):
@@ -132,8 +163,8 @@ def _shape_of(splits: Sequence[Any], column: str, declared: Declaration) -> tupl
     headers = {
         f"{row} of x{side}": (image.mode, *size_of(image))
         for split, side in zip(splits, SIDES, strict=False)
-        for row, image in enumerate(split[column])
-        if image is not None
+        for row, image in enumerate(_values(split, column))
+        if isinstance(image, Image.Image)
     }
     faults = list[str]()
     shape = shape_of_all(declared, headers, faults)
@@ -142,22 +173,34 @@ def _shape_of(splits: Sequence[Any], column: str, declared: Declaration) -> tupl
 
 
 def _decoded(
-    images: Sequence[Image.Image | None], shape: tuple[int, ...], declared: Declaration, name: str
+    images: Iterable[Any], shape: tuple[int, ...], declared: Declaration, name: str
 ) -> NDArray[np.uint8]:
     """Return images, shape (images, channels, height, width). Raises InputError for bad ones."""
-    check_memory(len(images) * int(np.prod(shape)), f"The images of {declared.path}")
-    look: Look = partial(decode, shape=shape, levels=declared.settings.levels)
+    try:
+        check_memory(int(np.prod(shape)), f"{shape[0]:,} images")
+    except ValueError as failure:
+        raise InputError(f"{declared.path}: {failure}. Use {{image_size=}}N.") from failure
+    look: Look = partial(decode, shape=shape[1:], levels=declared.settings.levels)
     if not declared.labels:
         look = partial(decode_new, declared=declared)
-    decoded, faults = np.zeros((len(images), *shape), np.uint8), list[str]()
+    decoded, faults = np.zeros(shape, np.uint8), list[str]()
     for row, image in enumerate(images):
-        try:
-            found = "is missing" if image is None else seen_in(image, look)
-        except (OSError, ValueError) as failure:
-            found = f"cannot be read as an image ({failure})"
+        found = _seen_in(image, look)
         if isinstance(found, str):
             faults.append(f"Record {row} of {name} {found}")
         else:
             decoded[row] = found
-    raise_errors(complaints(faults, " Leave them out with dataset.select([...])."))
+    raise_errors(complaints(faults, f" {LEAVE_OUT}"))
     return decoded
+
+
+def _seen_in(image: Any, look: Look) -> NDArray[np.uint8] | str:
+    """Return a decoded image, or why it cannot be used."""
+    if image is None:
+        return "is missing"
+    if not isinstance(image, Image.Image):
+        return "is not decoded: use dataset.cast_column(NAME, datasets.Image())"
+    try:
+        return seen_in(image, look)
+    except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
+        return unreadable(failure)

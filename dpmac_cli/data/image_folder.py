@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from dpmac_cli.config.facts import complaints, left_out
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, complete, kept_file
@@ -222,22 +222,21 @@ def decoded_image(path: str, look: Look) -> NDArray[np.uint8] | str:
 
 def decode(
     opened: Image.Image, shape: tuple[int, ...], levels: int | None = None
-) -> NDArray[np.uint8]:
+) -> NDArray[np.uint8] | str:
     """Return an image upright as (channels, height, width), resized if its size differs.
+
+    Or why it cannot be used: ``levels`` cannot be applied to colours with 16 bits per channel.
 
     Args:
         levels: value of white in grey images with 16 bits per pixel; None for the largest one that
             the file's format can hold.
-
-    Raises:
-        ValueError: ``levels`` cannot be applied to a colour image with 16 bits per channel.
     """
     (channels, height, width), turn = shape, turn_of(opened)
     if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
         pixels = np.rint(np.asarray(opened) / ((levels or _white(opened)) / 255))
         opened = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     elif levels is not None and any("16" in str(tile[3]) for tile in getattr(opened, "tile", ())):
-        raise ValueError("{levels} is for grey images; save colours with 8 bits per channel")
+        return "has 16 bits per channel ({levels} is for grey images; save colours with 8 bits)"
     mode = "L" if channels == 1 else "RGB"
     image = opened if opened.mode == mode else opened.convert(mode)
     if turn is not None:
@@ -285,7 +284,11 @@ def looked_at(path: str, look: Callable[[Image.Image], Seen]) -> Seen | str:
     try:
         with open(path, "rb") as file, Image.open(file) as image:
             return seen_in(image, look)
-    except UnidentifiedImageError:  # its message names an object of Python
-        return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
-        return f"cannot be read as an image ({getattr(failure, 'strerror', None) or failure})"
+        return unreadable(failure)
+
+
+def unreadable(failure: Exception) -> str:
+    """Return why an image cannot be read, without Pillow's message, which may quote the image."""
+    why = getattr(failure, "strerror", None) or "damaged, or of an unknown format"
+    return f"cannot be read as an image ({why})"
