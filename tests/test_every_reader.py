@@ -83,6 +83,13 @@ def frame(_: Path, contents: Contents) -> Declaration:
     return declared(data.path, schema=SCHEMA, in_memory=data, unit="unit")
 
 
+def categories(_: Path, contents: Contents) -> Declaration:
+    """A data frame with columns of categories, which may be of several types."""
+    columns = zip(COLUMNS, zip(*contents, strict=True), strict=True)
+    data = from_dataframe(pd.DataFrame({n: pd.Categorical(c) for n, c in columns}), SCHEMA)
+    return declared(data.path, schema=SCHEMA, in_memory=data, unit="unit")
+
+
 def arrays(_: Path, contents: Contents) -> Declaration:
     x, labels, units = zip(*contents, strict=True)
     data = ArrayData([*x], [*labels], classes=CLASSES, low=0, high=99, unit=[*units])
@@ -247,6 +254,9 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
                          ["1,1,,,", "1,,1,,", "1,1,few,,", "1,1,NaN,,", "1,1,inf,,"]),
     "frame": (frame, [(f"{n}.5", n % 2, label(n), 10**10 + n // 3, "") for n in range(COUNT)],
               [(*row, "") for row in ROWS], [(*row, "") for row in BAD_ROWS]),
+    "categories": (categories, [(n, n % 2, label(n), f"u{n // 3}", "") for n in range(COUNT)],
+                   [(98, "1", "a", "u1", ""), (Decimal("17.50"), 0, "a", "u1", "")],
+                   [("old", 1, "a", "u1", ""), (1, 1, 3, "u1", ""), (1, 1, "a", None, "")]),
     "arrays": (arrays, [([n, n % 2], n % 2, n // 3) for n in range(COUNT)],
                [([98, 0], 0, 1), ([0.5, -0.0], 0, 1)], BAD_ITEMS),
     "numbers": (numbers, [([n, n], n / 3) for n in range(COUNT)],

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image as Pillow
 
 from dpmac_cli import finish, make_private, predict, resolve, train
+from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.dataset import Dataset as Records
 from dpmac_cli.data.read import read
@@ -283,6 +284,23 @@ def test_a_frame_needs_a_schema_and_may_have_any_column() -> None:
     odd = pd.DataFrame({**columns(), "features": 1, "column_names": 2, "with_format": 3})
     Path("schema.yaml").write_text(f"{SCHEMA}drop: [features, column_names, with_format]\n")
     assert resolve(dataset=odd, schema="schema.yaml", **QUICK).plan.facts.name == "table"
+
+
+@pytest.mark.promise("published")
+def test_what_a_frame_says_of_a_cell_is_not_repeated() -> None:
+    class Frame:
+        columns, dtypes = ("age",), ("strange",)
+
+        def __getitem__(self, name: str) -> Any:
+            raise ValueError("cannot convert the cell 1 2 3")
+
+    Path("schema.yaml").write_text(SCHEMA)
+    with pytest.raises(InputError, match=r"cannot be read as a table: .*ValueError") as caught:
+        records(InMemoryData(Path("<table>"), frame=Frame()), schema="schema.yaml")
+    assert "1 2 3" not in str(caught.value)
+    twice = pd.DataFrame([[1, 2]], columns=["age", "age"])
+    with pytest.raises(InputError, match="DataFrame has several columns named 'age'"):
+        records(twice, schema="schema.yaml")
 
 
 def test_a_network_of_a_program_takes_a_dataset() -> None:

@@ -387,25 +387,29 @@ def _parquet_schema(path: Path) -> pa.Schema:
 
 def table_of(frame: Any, unit: str | None = None) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
+    kind = type(frame).__name__
+    if isinstance(frame, Mapping):
+        said = f"{kind} has the splits {', '.join(frame)}: pass one of them as a table."
+        raise InputError(said)
     try:
-        if isinstance(frame, Mapping):
-            raise ValueError(f"it has the splits {', '.join(frame)}; pass one of them")
         if is_hugging_face(frame):
             frame = frame.with_format("arrow")[:]
         if isinstance(frame, pa.Table):
             return frame
         names = list(map(str, frame.columns))
-        if len(set(names)) < len(names):
-            raise ValueError("several columns have one name; rename them")
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        refuse([f"{kind} has several columns named '{name}'. Rename them" for name in twice])
         cells = [_column_of(frame[key], str(key) == unit) for key in frame.columns]
         return pa.table(dict(zip(names, cells, strict=True)))
     except Exception as failure:  # frames raise whatever a cell leads to
-        raise _unreadable(type(frame).__name__, failure) from failure
+        raise _damaged(kind, failure) from failure
 
 
 def _column_of(column: Any, unit: bool) -> Any:
     """Return a column of a data frame; objects become text one by one, as in a CSV."""
-    if str(column.dtype).lower() == "object":
+    # A category may be an object, too.
+    kind = getattr(getattr(column.dtype, "categories", None), "dtype", column.dtype)
+    if str(kind).lower() == "object":
         write = unit_name if unit else text_of
         missing = column.isna() if hasattr(column, "isna") else column.is_null()
         texts = [None if m else write(v) for v, m in zip(column, missing, strict=True)]
@@ -440,7 +444,7 @@ def read_rows(
             table = parquet.read_table(path, columns=[*names, *more])
         cells = {name: _plain(table[name].combine_chunks()) for name in (*names, *more)}
     except Exception as failure:  # its parsers raise whatever a damaged file leads to
-        raise _unreadable(path, failure) from failure
+        raise _damaged(path, failure) from failure
     strange = [name for name in names if any(test(cells[name].type) for test in NO_CELLS)]
     refuse(
         [f"The column {n} contains {cells[n].type}, not numbers or text" for n in strange],
@@ -455,7 +459,16 @@ def read_rows(
     return rows
 
 
-def _unreadable(path: Path | str, failure: Exception) -> InputError:
+def _damaged(path: Path | str, failure: Exception) -> InputError:
+    """Return an error of code that has seen records, which the failure's own message may quote."""
+    if isinstance(failure, InputError):
+        return failure
+    why = getattr(failure, "reason", None) or f"damaged cells ({type(failure).__name__})"
+    return InputError(f"{path} cannot be read as a table: {why}.")
+
+
+def _unreadable(path: Path, failure: Exception) -> InputError:
+    """Return an error of code that has seen the header alone."""
     if isinstance(failure, InputError):
         return failure
     why = str(failure).strip().partition("\n")[0].rstrip(".") or type(failure).__name__
