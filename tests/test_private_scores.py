@@ -19,7 +19,7 @@ from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
@@ -29,6 +29,8 @@ from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Update
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.task import EvaluationMetric
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
 from tests.care import assert_noise_of, moved_by_units, owners_of
@@ -385,3 +387,53 @@ def test_no_unit_adds_more_than_one_even_by_rounding() -> None:
     units = units_of(np.arange(399) // 3)  # thirds have no exact digits
     result = replace(outputs(399), units=units)
     assert counts(result).max() <= round(1 / GRID)
+
+
+def own_task(**methods: Any) -> Classification:
+    """A task of a program, with methods of its own."""
+    kind: Any = type("Own", (Classification,), {"kind": "own", **methods})
+    task: Classification = kind(class_task(CLASSES).names)
+    return task
+
+
+@pytest.mark.promise("scores")
+@pytest.mark.parametrize(
+    "counted",
+    [
+        lambda _, of: (np.full(len(of.truth), 10**6), 1),
+        lambda _, of: (np.full(len(of.truth), -(10**6)), 1),
+        lambda _, of: (100 * (of.truth == of.guess) / (of.truth == of.guess).sum().clip(1), 100),
+    ],
+    ids=["beyond", "below", "mixed"],
+)
+def test_a_task_of_a_program_moves_the_score_by_one_record_at_a_time(counted: Any) -> None:
+    """Whatever it counts, and though it forgets a limit."""
+    everything = replace(outputs(40), task=own_task(counted=counted))
+    found, part = counts(everything), slice(7, 19)
+    few = replace(everything, logits=everything.logits[part], labels=everything.labels[part])
+    assert np.array_equal(counts(few), found[part])
+    assert found.min() >= 0
+    assert found.max() <= round(1 / GRID)
+
+
+def _refuses(_: object, of: Any, *__: object) -> Any:
+    raise ValueError(f"the records {of}")
+
+
+@pytest.mark.promise("published")
+@pytest.mark.parametrize("name", ["compared", "details", "constant", "remark", "counted"])
+def test_what_a_task_says_of_a_record_is_not_repeated(name: str) -> None:
+    result = replace(outputs(40), task=own_task(**{name: _refuses}))
+    with pytest.raises(ModelError, match="ValueError at test_private_scores") as caught:
+        _ = result.values(), result.remark("cross-entropy"), counts(result)
+    assert "the records" not in str(caught.value)
+
+
+@pytest.mark.promise("published")
+def test_what_a_metric_says_of_a_record_is_not_repeated() -> None:
+    metric = EvaluationMetric("own", "own", lambda of: _refuses(None, of))
+    result = replace(outputs(40), task=own_task(metrics=(*Classification.metrics, metric)))
+    for score in (lambda: result.metric("own"), result.values, lambda: result.intervals(["own"])):
+        with pytest.raises(ModelError) as caught:
+            score()
+        assert "the records" not in str(caught.value)

@@ -126,7 +126,7 @@ class RunDisplay:
 
     def _remark(self, result: evaluation.Evaluation) -> Iterator[str]:
         """Yield a note on a model that learned little, and what can be done in this run."""
-        remark = result.task.remark(result.compared, self._plan.settings.loss)
+        remark = result.remark(self._plan.settings.loss)
         if remark is not None:
             said, untaught = remark
             yield f"{said} {remedy(self._plan)}" if untaught else said

@@ -74,6 +74,25 @@ def code_of_network(batch: Any) -> Iterator[None]:
         ) from failure
 
 
+@contextmanager
+def code_of_task() -> Iterator[None]:
+    """Convert a failure of a task's code on records to a ModelError, without the original message.
+
+    For tasks and metrics that a program registers: see :func:`code_of_network`.
+    """
+    try:
+        yield
+    except DpmacError:
+        raise
+    except Exception as failure:
+        if out_of_memory(failure) or device_lost(failure):
+            raise
+        raise ModelError(
+            f"The task or one of its metrics failed: {type_and_place(failure)}. Its message may "
+            "contain private records, so it is not repeated: it is the __cause__ of this error."
+        ) from failure
+
+
 def what_failed(failure: BaseException) -> str:
     """Return the type, location and first line of an exception, as a sentence.
 

@@ -25,6 +25,7 @@ from dpmac_cli.data.read import read, read_new
 from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX
+from dpmac_cli.dp.torch_errors import code_of_task
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
@@ -274,7 +275,8 @@ class Predictions:
     @property
     def _columns(self) -> dict[str, Sequence[Any]]:
         texts = {} if self.texts is None else {"predicted": self.texts}
-        return texts | self.task.columns(self.answers)
+        with code_of_task():
+            return texts | self.task.columns(self.answers)
 
     def write(self, path: Path) -> None:
         """Write a .csv that only its owner can read. Raises OSError."""
@@ -378,7 +380,8 @@ def _answers(released: Released, batches: Iterator[Tensor], count: int) -> NDArr
     found = np.empty((count, task.outputs), np.float32)
     for logits in outputs(released.model, batches):
         numbers = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
-        found[done : done + len(numbers)] = task.answers(numbers)
+        with code_of_task():
+            found[done : done + len(numbers)] = task.answers(numbers)
         done += len(numbers)
         report(done, count, released.path, "predictions")
     return found

@@ -18,7 +18,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     unaffected,
 )
 from dpmac_cli.dp.losses import build_loss
-from dpmac_cli.dp.torch_errors import code_of_network
+from dpmac_cli.dp.torch_errors import code_of_network, code_of_task
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
@@ -62,6 +62,7 @@ class Evaluation:
         return f"Evaluation({score.title} {value}, loss {self.loss:.4g}, {self.samples:,} samples)"
 
     @cached_property
+    @code_of_task()
     def compared(self) -> Compared:
         """Predictions beside targets."""
         owners = None if self.units is None else self.units.owners
@@ -101,10 +102,12 @@ class Evaluation:
 
         Raises KeyError if the task has no such metric.
         """
-        by_name = {metric.name: metric for metric in self.task.metrics}
-        return by_name[name].of(self.compared)
+        metric = {metric.name: metric for metric in self.task.metrics}[name]
+        with code_of_task():
+            return metric.of(self.compared)
 
     @cached_property
+    @code_of_task()
     def metrics(self) -> dict[str, float]:
         """All metrics of the task by name; nan if they are not defined."""
         return {metric.name: metric.of(self.compared) for metric in self.task.metrics}
@@ -119,8 +122,10 @@ class Evaluation:
             resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`.
         """
         values = {name: self.metric(name) for name in names} if names else self.metrics
-        return intervals(self.compared, self.task.metrics, values, resamples)
+        with code_of_task():
+            return intervals(self.compared, self.task.metrics, values, resamples)
 
+    @code_of_task()
     def details(self) -> dict[str, Any]:
         """Return scores by class, and those of the best constant prediction, as JSON values."""
         constant = self.task.constant(self.compared)
@@ -130,6 +135,11 @@ class Evaluation:
             if metric.name in constant
         }
         return {**baselines, **self.task.details(self.compared)}
+
+    @code_of_task()
+    def remark(self, loss: str) -> tuple[str, bool] | None:
+        """Return :meth:`~dpmac_cli.tasks.task.Task.remark` on a model trained with a loss."""
+        return self.task.remark(self.compared, loss)
 
     def values(self) -> dict[str, Any]:
         """Return the scores in a report, as JSON values; null if they are not defined.

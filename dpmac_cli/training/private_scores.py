@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.dp.torch_errors import code_of_task
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.intervals import REACH, clopper_pearson, widened
 from dpmac_cli.tasks.task import Interval, Task
@@ -95,7 +96,7 @@ def counts(result: Evaluation) -> NDArray[np.int64]:
 
     It is from 0 to 1 / GRID: see :meth:`~dpmac_cli.tasks.task.Task.counted`.
     """
-    counted, most = result.task.counted(result.compared)
+    counted, most = _counted(result)
     sizes = np.ones(len(counted), np.int64)
     if (units := result.units) is not None:
         counted = np.add.reduceat(counted[units.order], units.starts[:-1])
@@ -104,6 +105,23 @@ def counts(result: Evaluation) -> NDArray[np.int64]:
     common = math.gcd(round(1 / GRID), most)  # products must not overflow
     shares: NDArray[np.int64] = counted * (round(1 / GRID) // common) // (sizes * (most // common))
     return shares
+
+
+@code_of_task()
+def _counted(result: Evaluation) -> tuple[NDArray[np.int64], int]:
+    """Return what each record adds to the score, shape (records,), and the most that it can add.
+
+    A task sees one record at a time, so it cannot mix them, and made-up ones for the most. What it
+    says of a record is kept within that.
+    """
+    task, outputs, targets = result.task, result.logits.numpy(), result.labels.numpy()
+    _, most = task.counted(task.compared(*task.examples()))
+    counted = np.empty(len(targets), np.int64)
+    for row in range(len(targets)):
+        of = task.compared(outputs[row : row + 1], targets[row : row + 1])
+        added, _ = task.counted(of)
+        counted[row] = min(max(int(added.item()), 0), most)
+    return counted, most
 
 
 def release_score(result: Evaluation, event: TrainingEvent, noise: SeededNormals) -> PrivateScore:
