@@ -1,5 +1,6 @@
 """Features of programs: one function of one record and one registration, at every door."""
 
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from dpmac_cli import (
 )
 from dpmac_cli.config.networks import FEATURES, OWN_FEATURES
 from dpmac_cli.errors import ModelError
+from dpmac_cli.features.frozen import OneByOne
 
 QUICK: dict[str, Any] = {
     **{"features": "pooled", "model": "linear", "sigma": 1, "steps": 3, "device": "cpu"},
@@ -79,6 +81,60 @@ def test_a_function_sees_one_record_at_a_time() -> None:
     finish(train(resolve(dataset="digits", **QUICK | {"features": "seen"})))
     score("run")
     assert set(seen) == {(1, 8, 8)}
+
+
+@pytest.mark.promise("features")
+def test_a_function_that_keeps_something_of_records_is_refused() -> None:
+    kept = list[Tensor]()
+
+    @register_features("running", 64)
+    def centred(image: Tensor) -> Tensor:
+        kept.append(image.flatten())
+        return image.flatten() - torch.stack(kept).mean(0)
+
+    with pytest.raises(ModelError, match="keeps something of the records that it sees"):
+        finish(train(resolve(dataset="digits", **QUICK | {"features": "running"})))
+
+
+@pytest.mark.promise("features")
+def test_the_draws_of_a_function_are_the_same_for_each_record() -> None:
+    """So a record more shifts none of them, and predictions have those of training."""
+
+    @register_features("projected", WIDTH)
+    def projected(image: Tensor) -> Tensor:
+        drawn = torch.randn(WIDTH, 64) + np.random.rand() + random.random()
+        return drawn @ image.flatten()
+
+    before = torch.get_rng_state()
+    features = OneByOne(OWN_FEATURES["projected"])
+    x = torch.rand(5, 1, 8, 8)
+    torch.set_rng_state(before)
+    assert torch.equal(features(x)[2:], features(x[2:]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_function_that_was_changed_computes_again() -> None:
+    """Though it says the same of the first records, which are tried."""
+    seen = list[int]()
+
+    @register_features("pooled", WIDTH)
+    def counted(image: Tensor) -> Tensor:
+        seen.append(1)
+        return pooled(image)
+
+    for out in ("run", "again"):
+        seen.clear()
+        finish(train(resolve(dataset="digits", **QUICK | {"out": out})))
+    assert len(seen) < 1797
+    changed = len(seen)
+
+    @register_features("pooled", WIDTH)
+    def others(image: Tensor) -> Tensor:
+        seen.append(2)
+        return pooled(image).clamp(-9, 9)
+
+    finish(train(resolve(dataset="digits", **QUICK | {"out": "changed"})))
+    assert len(seen) - changed > 1797
 
 
 def test_rows_of_numbers_are_vectors() -> None:

@@ -103,6 +103,12 @@ class OwnFeatures(FeatureKind):
 
     reads: ClassVar = "images or numbers"
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values that tell the function from an earlier one of its name."""
+        function = OWN_FEATURES[self.kind].function
+        return {"kind": self.kind, "code": _code_of(getattr(function, "__code__", None))}
+
     def shape_of(self, _: Records) -> tuple[int, ...]:
         """Return the shape of the features of a record."""
         return (OWN_FEATURES[self.kind].width,)
@@ -110,6 +116,14 @@ class OwnFeatures(FeatureKind):
     def fault(self, _: Records) -> str | None:
         """Return nothing: the function says itself what it needs."""
         return None
+
+
+def _code_of(code: Any) -> str:
+    """Return the instructions, names and constants of a function's code as text."""
+    if not hasattr(code, "co_code"):
+        return repr(code)
+    constants = ", ".join(map(_code_of, code.co_consts))
+    return f"{code.co_code.hex()} {code.co_names} ({constants})"
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,10 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def code_of_network(batch: Any) -> Iterator[None]:
+def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
     """Convert a failure of a network on a batch of tensors, (samples, ...), to a ModelError.
+
+    ``what`` names the network, or another function of records.
 
     The error contains neither the original message, which may quote private records, nor the
     number of samples, which is private.
@@ -67,7 +69,7 @@ def code_of_network(batch: Any) -> Iterator[None]:
             raise
         shapes = [tuple(t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         raise ModelError(
-            f"The network failed on samples of shape {', '.join(map(str, shapes))}: "
+            f"{what} failed on samples of shape {', '.join(map(str, shapes))}: "
             f"{type_and_place(failure)}. {OUT_OF_RANGE if _says(failure, INDEX) else ''}"
             "Its message may contain private records, so it is not repeated. On the command line, "
             "dpmac train --debug shows it; in a program, it is the __cause__ of this error."

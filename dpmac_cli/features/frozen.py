@@ -21,6 +21,7 @@ from dpmac_cli.config.networks import SCATTERED, Featuriser
 from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.scattering import Scattering
+from dpmac_cli.randomness.layers import forked, seed_all
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -97,7 +98,10 @@ class FrozenFeatures(WithHead):
 
 
 class OneByOne(nn.Module):
-    """Features of records by a function of one record, which so cannot mix them."""
+    """Features of records by a function of one record, which so cannot mix them.
+
+    Its random numbers are the same for each record, and it is tried that it keeps nothing.
+    """
 
     def __init__(self, features: Featuriser) -> None:
         super().__init__()
@@ -105,10 +109,22 @@ class OneByOne(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (records, width). Raises ModelError for other results."""
-        return torch.stack([self._of(row) for row in x])
+        with forked():
+            return torch.stack([self._of(row) for row in x])
+
+    def check(self, x: Tensor) -> None:
+        """Raise ModelError if the features of some records depend on those that it saw before."""
+        first, again = self(x), self(x.flip(0)).flip(0)
+        if not torch.allclose(first, again, equal_nan=True):
+            raise ModelError(
+                "The function of features keeps something of the records that it sees, such as a "
+                "running mean, so one record would change the features of others. Compute it from "
+                "public records before, and let the function only read it."
+            )
 
     def _of(self, record: Tensor) -> Tensor:
-        with code_of_network(record[None]):
+        seed_all(0)
+        with code_of_network(record[None], "The function of features"):
             found = torch.as_tensor(self._features.function(record.clone()))
         if found.shape != (self._features.width,):
             raise ModelError(

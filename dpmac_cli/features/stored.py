@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, kept_file
 from dpmac_cli.dp.clipping.batch_invariance import unaffected
-from dpmac_cli.features.frozen import FrozenFeatures, by_threads
+from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, by_threads
 from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
 from dpmac_cli.progress import report
@@ -40,7 +40,10 @@ def featured(
     features depend on besides weights and records.
     """
     tried = copy.deepcopy(parts)
-    like = tried.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
+    probed = data.standardised(data.train.at(slice(PROBED))[0])
+    if isinstance(tried.frozen, OneByOne):
+        tried.frozen.check(probed)
+    like = tried.features(probed).cpu().numpy()
     file = kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",
         len(data.train) + len(data.test),
