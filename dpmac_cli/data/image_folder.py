@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +20,6 @@ from dpmac_cli.data.class_folders import (
     UNLESS_SKIPPED,
     ClassFolders,
     FoundFile,
-    file_at,
     new_files,
     new_reading,
 )
@@ -76,14 +76,17 @@ def read_images(declared: Declaration) -> Reading:
 
 
 def _read_new(declared: Declaration) -> Reading:
-    """Return the images in a folder and below it, which must be as the model needs them."""
+    """Return the images in a folder and below it, which must be as the model needs them.
+
+    They are decoded into a file that has no name any more once it is open, so nothing is kept.
+    """
     names, strays = new_files(declared.path, SUFFIXES, "an image")
     if not names:
         return new_reading(declared, np.empty((0, *declared.shape), np.uint8), [], {}, strays)
-    images = [file_at(str(declared.path / name)) for name in names]
     look = partial(decode_new, declared=declared)
-    path = _decoded_file(declared, images)
-    file = _decoded(path, [image.path for image in images], declared.shape, look)
+    path = cache_folder() / f"{secrets.token_hex(32)}{WHOLE}"
+    file = _decoded(path, [str(declared.path / name) for name in names], declared.shape, look)
+    path.unlink(missing_ok=True)
     return new_reading(declared, Rows(file, np.arange(len(file))), names, file.faults, strays)
 
 
@@ -112,8 +115,6 @@ def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:
     """Return the file of decoded images, whose name tells everything that determines them."""
     settings = declared.settings
     read = [declared.channels, settings.image_size, settings.levels]
-    if not declared.labels:
-        read += [0, *declared.shape]
     key = [VERSION, str(declared.path.resolve()), *read, images]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_folder() / f"{name}{WHOLE}"

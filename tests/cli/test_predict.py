@@ -117,6 +117,20 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
         assert list(csv.DictReader(file)) == expected
 
 
+@pytest.mark.promise("published")
+def test_new_images_are_not_kept(cache: Path) -> None:
+    """They are nobody's training records, and no run has them a second time."""
+    pictures(Path("photos"))
+    run = train("photos", "--test-fraction", "0.3")
+    before = sorted(cache.iterdir())
+    pictures(Path("new"), names=("z",))
+    assert len(predicted(run, "new")) == 12
+    Path("predictions.csv").unlink()
+    Path("new/z/0.png").write_bytes(b"no image")
+    refused(run, "new")
+    assert sorted(cache.iterdir()) == before
+
+
 def table(records: int) -> list[str]:
     towns = ("Ulm", "Bonn", "", "Kiel")
     return [f"{n % 90},{towns[n % 4]},n{n},{('low', 'high')[n % 2]}" for n in range(records)]
