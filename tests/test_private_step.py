@@ -263,15 +263,16 @@ class Widening(Notes):
         return {**super().__getitem__(index), "weight": torch.ones((), dtype=kind)}
 
 
-@pytest.mark.promise("reading")
-def test_a_record_of_another_type_does_not_change_the_batch() -> None:
-    step = started(sampling=Poisson(n=RECORDS, batch_size=RECORDS))
-    with pytest.raises(InputError, match=r"batch\['weight'\] of a record has shape"):
-        next(step.loader(Widening()))
-
-
 def as_views(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value[None] for name, value in records[0].items()}
+
+
+@pytest.mark.promise("reading")
+@pytest.mark.parametrize("collate", [None, as_views])
+def test_a_record_of_another_type_does_not_change_the_batch(collate: Any) -> None:
+    step = started(sampling=Poisson(n=RECORDS, batch_size=RECORDS))
+    with pytest.raises(InputError, match=r"batch\['weight'\] of a record has shape"):
+        next(step.loader(Widening(), collate))
 
 
 @pytest.mark.promise("alone")
@@ -311,7 +312,7 @@ class Accumulating:
 def test_records_that_are_others_when_they_are_read_again_are_refused(
     dataset: type[Notes], collate: Any
 ) -> None:
-    """One could change others, and a step could not be repeated under the same noise."""
+    """One could change others."""
     with pytest.raises(InputError, match="another one when it is read again"):
         started().loader(dataset(), None if collate is None else collate())
 
@@ -326,7 +327,7 @@ class Threaded(Notes):
 
 @pytest.mark.promise("alone")
 def test_records_are_read_on_one_thread_as_in_a_worker() -> None:
-    """A state may be continued with other workers, under the same noise."""
+    """Transforms round alike, however many workers there are."""
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

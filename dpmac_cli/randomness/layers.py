@@ -67,8 +67,10 @@ class LayerDraws:
         self._keys, self._rank = KeyStream(key), rank
 
     @contextmanager
-    def of(self, step: int) -> Iterator[None]:
+    def of(self, step: int, on: Sequence[int] | None = None) -> Iterator[None]:
         """Seed the global generators for a step, and restore them afterwards.
+
+        ``on``: accelerators whose generators are seeded, too; None for all.
 
         Layers draw in batch order: one record changes the draws of those after it. So the draws
         must be secret. A seed has only 32 bits on the CPU, so the whole state of the generator
@@ -76,8 +78,9 @@ class LayerDraws:
         because a resumed step must repeat all draws of a network.
         """
         stretch = self._keys.at(step, 1 + self._rank)
-        with forked():
-            _seed_torch(int(stretch.generate_state(1, np.uint64)[0]), devices())
+        on = devices() if on is None else on
+        with forked(on):
+            _seed_torch(int(stretch.generate_state(1, np.uint64)[0]), on)
             state = torch.get_rng_state()
             words = stretch.generate_state(MT_WORDS, np.uint32).astype(np.int64)
             state[MT_BEGIN:].view(torch.int64)[:MT_WORDS] = torch.from_numpy(words)

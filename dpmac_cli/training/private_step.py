@@ -59,18 +59,18 @@ from dpmac_cli.training.carried_accounts import (
     parts_held_by,
 )
 from dpmac_cli.training.chunks import BatchSum
-from dpmac_cli.training.loading import (
-    NOT_DRAWN,
-    REPLACED,
+from dpmac_cli.training.loading import NOT_DRAWN, REPLACED, Drawn, batches
+from dpmac_cli.training.private_program import PrivateProgram
+from dpmac_cli.training.reading import (
     Collate,
-    Drawn,
     OneByOne,
-    batches,
+    Reader,
     check_reread,
     first_row,
+    probes,
+    seeds_generators,
     size_of,
 )
-from dpmac_cli.training.private_program import PrivateProgram
 from dpmac_cli.training.step import Step, mechanism_of
 from dpmac_cli.training.torch_datasets import check_copies
 
@@ -182,7 +182,8 @@ class PrivateStep(PrivateProgram):
         """Yield the batches of the remaining steps, drawn as their privacy cost assumes.
 
         A batch may have any number of rows, also none. Take a step with each, in order. Records are
-        read when they are drawn, one by one, so that none changes the row of another.
+        read when they are drawn, so that none changes the row of another: rows of a
+        ``TensorDataset`` are indexed, and others are read one by one.
 
         Each call begins an epoch of :class:`~dpmac_cli.RandomAllocation`, because the dataset may
         be in another order: the rest of an epoch that was begun is left out, and counted. Earlier
@@ -190,8 +191,9 @@ class PrivateStep(PrivateProgram):
 
         Args:
             dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
-                random transform is repeated exactly when a step is. A record must depend on
-                itself alone: not on statistics of all records, nor on a mix with others.
+                random transform draws secret numbers from the global generators of torch, NumPy or
+                Python. A record must depend on itself alone: not on statistics of all records, nor
+                on a mix with others.
             collate_fn: turns a list of records, here always of one, into a batch; torch's
                 ``default_collate`` by default. All records must have the same shape.
             workers: number of processes that read records.
@@ -206,16 +208,17 @@ class PrivateStep(PrivateProgram):
         _check_size(size := size_of(dataset), self._sampling)
         check_copies(dataset)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
-        row = first_row(records)
-        check_reread(records, size)
+        row, numbers = first_row(records), probes(size)
+        check_reread(records, numbers)
         structure = self._structure or Structure.of(row).to(device_of(self._model))
         if self._step is None:
             self._prepare(structure)
+        reader = Reader(records, structure, alone=seeds_generators(records, numbers))
         with self._one_at_a_time:
             self._leave_epoch()
             self._loaders += 1
             self._drawn = None
-        return self._drawn_from(records, structure, workers, self._loaders)
+        return self._drawn_from(reader, structure, workers, self._loaders)
 
     def _leave_epoch(self) -> None:
         """Begin another epoch, and count the steps that are left out of the one that was begun."""
@@ -230,13 +233,13 @@ class PrivateStep(PrivateProgram):
         step.steps = len(self)
 
     def _drawn_from(
-        self, records: OneByOne, structure: Structure, workers: int, number: int
+        self, reader: Reader, structure: Structure, workers: int, number: int
     ) -> Iterator[Batch]:
         """Yield the batches of the remaining steps, until a loader of a higher number is there."""
         secure, remaining = self._plan.settings.secure, range(self.taken + 1, len(self) + 1)
         base = self._account.base - self._left_out  # steps that are left out count in an epoch
         sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=base)
-        for drawn in batches(records, sampler, structure, remaining, workers):
+        for drawn in batches(reader, sampler, structure, remaining, workers):
             if number != self._loaders:
                 raise InputError(REPLACED)
             self._drawn = drawn

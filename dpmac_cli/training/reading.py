@@ -1,0 +1,243 @@
+"""Rows of the records that a step draws, none of which changes the row of another.
+
+- Rows of tensors and arrays, as in a ``TensorDataset``, are indexed.
+- Other records are read one after the other. Each is written to its row before the next one is
+  read, so a dataset may write all of them to the same memory. A ``collate_fn`` sees one at a time.
+- Random transforms draw from one secret stream per batch. How many numbers a record takes changes
+  which ones the next record gets, but not their distribution. If the dataset seeds a generator
+  itself, they would be known, so generators are then seeded for each record.
+
+Out of scope: a dataset that keeps what it has read, unless reading a few records twice shows it.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import default_collate
+
+from dpmac_cli.dp.clipping.batches import Batch, Structure, parts_by_name
+from dpmac_cli.dp.torch_errors import type_and_place
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.digest import digest
+from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
+from dpmac_cli.randomness.sampling import Indices
+from dpmac_cli.training.rows import Fault, Form, Stored, as_row, joined, shapes_differ, stored_in
+
+#: Records whose contents identify a dataset, evenly spaced.
+PROBES = 16
+#: Step whose random numbers are used for records that are read before the first step.
+BEFORE = 0
+
+#: Rank of the random draws of records. A program has one process, of rank 0, whose layers draw.
+RANK = 1
+
+#: Message for records that are others when they are read again.
+REREAD = (
+    "A record is another one when it is read again, although all random number generators were "
+    "seeded alike. The dataset or collate_fn keeps something of the records that it has read, by "
+    "which one could change others, or draws random numbers that cannot be repeated. Let a record "
+    "depend on its index alone, and draw with the global generators of torch, NumPy or Python "
+    "(torch.rand, np.random.rand, random.random)."
+)
+
+Collate = Callable[[list[Any]], Any]
+#: A step, and the numbers of its records.
+Item = tuple[int, Indices]
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Reads and collates records one by one. Pickled to workers.
+
+    Attributes:
+        dataset: map-style dataset.
+        collate: collates a list of records, here always of one.
+        key: secret key of random transforms.
+    """
+
+    dataset: Any
+    collate: Collate
+    key: bytes
+
+    def row(self, number: int) -> Batch | Fault:
+        """Return a record as a batch of one row, or its fault."""
+        try:
+            return as_row(self.collate([self.dataset[number]]))
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as failure:  # noqa: BLE001  (user code may raise anything)
+            return _unreadable(failure)
+
+    def seeded_row(self, step: int, number: int) -> Batch | Fault:
+        """Return :meth:`row` with random draws that are a function of key, step and record."""
+        [[word]] = LayerDraws(self.key).words(step, np.array([number]), 1)
+        with _seeded(int(word)):
+            return self.row(number)
+
+
+class Reader:
+    """Reads the records of a step as one batch. Pickled to workers.
+
+    Args:
+        records: dataset and ``collate_fn``.
+        structure: structure of a row, which every record must have.
+        alone: whether generators are seeded for each record.
+    """
+
+    def __init__(self, records: OneByOne, structure: Structure, *, alone: bool) -> None:
+        self._records, self._alone = records, alone
+        self._structure = structure.to(torch.device("cpu"))
+        self._draws = LayerDraws(records.key, RANK)
+        self._process = os.getpid()
+        self._stored: Stored | None = None
+        self._form: Form | None = None
+        if records.collate is default_collate:
+            self._choose(records.dataset)
+
+    def _choose(self, dataset: Any) -> None:
+        """Choose a faster way that returns the first record as it is when it is read alone."""
+        with _seeded(0):
+            record = dataset[0]
+            row = as_row(default_collate([record]))
+        if isinstance(row, Fault) or shapes_differ(row, self._structure):
+            return
+        stored, form = stored_in(dataset), Form.of(record, self._structure)
+        if stored is not None and _same(self._indexed(stored, np.zeros(1, np.int64)), row):
+            self._stored = stored
+        elif form is not None and _same(form.batch_of(iter([record]), 1), row):
+            self._form = form
+
+    def __getitem__(self, item: Item) -> Batch | Fault:
+        """Return the records of a step as a batch, or the fault of one of them."""
+        step, numbers = item
+        if self._stored is not None:
+            return self._indexed(self._stored, numbers)
+        if os.getpid() != self._process and len(numbers):
+            self._process = os.getpid()
+            self._alone = self._alone or seeds_generators(self._records, numbers[:1].tolist())
+        if not self._alone:
+            with self._draws.of(step, ()), _one_thread():
+                seed = torch.initial_seed()
+                batch = self._in_a_row(numbers)
+                if torch.initial_seed() == seed:
+                    return batch
+            self._alone = True  # a record seeded torch's generator
+        rows = (self._records.seeded_row(step, number) for number in numbers.tolist())
+        return joined(self._structure, rows)
+
+    def _indexed(self, stored: "Stored", numbers: Indices) -> Batch:
+        _, spec = tree_flatten(self._structure.template)
+        return tree_unflatten(stored.at(numbers), spec)
+
+    def _in_a_row(self, numbers: Indices) -> Batch | Fault:
+        """Return records that draw random numbers from one stream."""
+        if self._form is None:
+            return joined(self._structure, map(self._records.row, numbers.tolist()))
+        records = (self._records.dataset[number] for number in numbers.tolist())
+        try:
+            return self._form.batch_of(records, len(numbers))
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as failure:  # noqa: BLE001  (user code may raise anything)
+            return _unreadable(failure)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute transforms on one thread, as in a worker, so that they round alike."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of this process, and restore them at the end."""
+    with forked(()), _one_thread():
+        seed_all(seed, ())
+        yield
+
+
+def _unreadable(failure: Exception) -> Fault:
+    return Fault(f"A record cannot be read: {type(failure).__name__}.")
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of records of a map-style dataset. Raises InputError for another one."""
+    try:
+        return len(dataset)
+    except TypeError:
+        raise InputError(
+            f"{type(dataset).__name__} has no length: its records come in an order of its own, but "
+            "epsilon is for batches that dpmac draws. Pass a map-style torch.utils.data.Dataset, "
+            "with __len__ and __getitem__, such as list(dataset) if its records fit in memory."
+        ) from None
+
+
+def first_row(records: OneByOne) -> Batch:
+    """Return the first record as a batch of one row. Raises InputError if it cannot be used."""
+    try:
+        with _seeded(0):
+            row = as_row(records.collate([records.dataset[0]]))
+    except Exception as failure:  # noqa: BLE001  (user code may raise anything)
+        # Not raised from the failure, whose message may quote the record.
+        raise InputError(
+            f"Record 0 cannot be read by index: {type_and_place(failure)}. To see its message, "
+            "which may contain the record, run collate_fn([dataset[0]]). Pass a map-style "
+            "torch.utils.data.Dataset, and a collate_fn that takes a list of its records."
+        ) from None
+    if isinstance(row, Fault):
+        raise InputError(row.why)
+    return row
+
+
+def probes(size: int) -> list[int]:
+    """Return the numbers of a few records, evenly spaced."""
+    numbers: list[int] = np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist()
+    return numbers
+
+
+def check_reread(records: OneByOne, numbers: list[int]) -> None:
+    """Raise InputError if one of some records differs when it is read again, after others."""
+    found = [_sum_of(records.seeded_row(BEFORE, number)) for number in numbers]
+    again = [_sum_of(records.seeded_row(BEFORE, number)) for number in reversed(numbers)]
+    if found != again[::-1]:
+        raise InputError(REREAD)
+
+
+def seeds_generators(records: OneByOne, numbers: list[int]) -> bool:
+    """Return whether reading one of some records seeds a generator, whatever its state was."""
+    states = [[_states_after(records, number, seed) for number in numbers] for seed in (1, 2)]
+    pairs = (zip(*both, strict=True) for both in zip(*states, strict=True))
+    return any(first == second for pair in pairs for first, second in pair)
+
+
+def _states_after(records: OneByOne, number: int, seed: int) -> tuple[Any, ...]:
+    """Return the states of the generators of torch, NumPy and Python after a record is read."""
+    with _seeded(seed):
+        records.row(number)
+        _, words, *rest = np.random.get_state()
+        torch_state = torch.get_rng_state().numpy().tobytes()
+        return torch_state, (np.asarray(words).tobytes(), rest), random.getstate()
+
+
+def _same(batch: Batch | Fault, row: Batch) -> bool:
+    return not isinstance(batch, Fault) and _sum_of(batch) == _sum_of(row)
+
+
+def _sum_of(row: Batch) -> str:
+    """Return the SHA-256 of a record."""
+    parts = parts_by_name(row)
+    named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
+    return digest(named, {"parts": list(parts)})

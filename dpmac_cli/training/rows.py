@@ -1,0 +1,293 @@
+"""Batches of records: stored rows that are indexed, records that are stacked, rows that are joined.
+
+In each way, a record's row depends on that record alone, and has the shape and type of the others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
+from dpmac_cli.randomness.sampling import Indices
+
+
+class Fault(NamedTuple):
+    """Reason why a record cannot be used. Workers return it: raising would quote the record."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Records that are rows of tensors or arrays.
+
+    Attributes:
+        tables: tensors or arrays of equal length, as in a ``TensorDataset``; several tables for
+            a ``ConcatDataset``.
+        table: table of each record, shape (records,).
+        row: row of each record in it, shape (records,).
+    """
+
+    tables: tuple[tuple[Any, ...], ...]
+    table: NDArray[np.int64]
+    row: NDArray[np.int64]
+
+    @staticmethod
+    def of(columns: Sequence[Any]) -> "Stored":
+        """Return the records of one table."""
+        size = len(columns[0])
+        return Stored((tuple(columns),), np.zeros(size, np.int64), np.arange(size))
+
+    def at(self, numbers: Indices) -> list[Tensor]:
+        """Return copies of the rows of some records, one tensor per column."""
+        table, row = self.table[numbers], self.row[numbers]
+        if len(self.tables) == 1:
+            return [_rows_of(column, row) for column in self.tables[0]]
+        parts = [
+            [_rows_of(column, row[table == t]) for column in columns]
+            for t, columns in enumerate(self.tables)
+        ]
+        order = torch.from_numpy(np.argsort(np.argsort(table, kind="stable"), kind="stable"))
+        return [torch.cat(column)[order] for column in zip(*parts, strict=True)]
+
+
+def _rows_of(column: Any, rows: Indices) -> Tensor:
+    if isinstance(column, Tensor):
+        return column.detach()[torch.from_numpy(rows)]
+    return torch.from_numpy(column[rows])
+
+
+def stored_in(dataset: Any) -> Stored | None:
+    """Return the rows of a ``TensorDataset``, a tensor or an array, or None for another dataset.
+
+    Any nesting of ``Subset`` and ``ConcatDataset`` is followed. A subclass may read its records in
+    another way, so it is another dataset.
+    """
+    kind = type(dataset)
+    if kind is Subset:
+        return _chosen(stored_in(dataset.dataset), np.asarray(dataset.indices))
+    if kind is ConcatDataset:
+        return _concatenated(list(map(stored_in, dataset.datasets)))
+    columns = dataset.tensors if kind is TensorDataset else (dataset,)
+    return Stored.of(columns) if all(map(_has_rows, columns)) else None
+
+
+def _has_rows(column: Any) -> bool:
+    if type(column) not in (Tensor, np.ndarray) or column.ndim == 0:
+        return False
+    return not isinstance(column, Tensor) or column.layout is torch.strided
+
+
+def _chosen(whole: Stored | None, indices: NDArray[Any]) -> Stored | None:
+    """Return some records of a dataset, or None if there are no such records."""
+    if whole is None or indices.dtype.kind != "i" or indices.ndim != 1:
+        return None
+    try:
+        return Stored(whole.tables, whole.table[indices], whole.row[indices])
+    except IndexError:
+        return None
+
+
+def _concatenated(datasets: list[Stored | None]) -> Stored | None:
+    """Return the records of several datasets, or None if their rows differ in shape or type."""
+    parts = [part for part in datasets if part is not None]
+    if len(parts) < len(datasets):
+        return None
+    tables = tuple(table for part in parts for table in part.tables)
+    rows = {tuple((type(c), c.dtype, c.shape[1:]) for c in columns) for columns in tables}
+    if len(rows) > 1:
+        return None
+    before = np.cumsum([0, *[len(part.tables) for part in parts]])
+    table = [part.table + first for part, first in zip(parts, before, strict=False)]
+    return Stored(tables, np.concatenate(table), np.concatenate([part.row for part in parts]))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of records that torch's ``default_collate`` stacks.
+
+    Attributes:
+        nesting: a record with None in place of numbers.
+        kinds: type of each number, array or tensor.
+        structure: structure of a row.
+    """
+
+    nesting: Any
+    kinds: tuple[type, ...]
+    structure: Structure
+
+    @staticmethod
+    def of(record: Any, structure: Structure) -> "Form | None":
+        """Return the form of a record, or None if it has other parts than numbers and arrays."""
+        nesting = tree_map(lambda part: None, record)
+        parts = _parts_of(record, nesting)
+        if parts is None or not all(map(_is_stackable, parts)):
+            return None
+        if len(parts) != len(tensors_in(structure.template)):
+            return None
+        return Form(nesting, tuple(map(type, parts)), structure)
+
+    def batch_of(self, records: Iterator[Any], count: int) -> Batch | Fault:
+        """Return ``count`` records as a batch, or the fault of one of them.
+
+        Each is written to its row before the next one is read.
+        """
+        names = parts_by_name(self.structure.template)
+        _, spec = tree_flatten(self.structure.template)
+        columns = [
+            Column(name, like, kind, count)
+            for (name, like), kind in zip(names.items(), self.kinds, strict=True)
+        ]
+        with torch.no_grad():
+            for place, record in enumerate(records):
+                parts = _parts_of(record, self.nesting)
+                if parts is None:
+                    return Fault(_other_parts(record, self.structure))
+                for column, part in zip(columns, parts, strict=True):
+                    if not column.put(place, part):
+                        return Fault(column.fault(part))
+        return tree_unflatten([column.rows for column in columns], spec)
+
+
+def _parts_of(record: Any, nesting: Any) -> Sequence[Any] | None:
+    """Return the parts of a record, or None if it is not nested in the same way."""
+    if nesting is None:
+        return (record,)
+    if type(record) is not type(nesting) or not isinstance(record, dict | list | tuple):
+        return None
+    if isinstance(record, dict):
+        if record.keys() != nesting.keys():
+            return None
+        record, nesting = [record[name] for name in nesting], list(nesting.values())
+    if len(record) != len(nesting):
+        return None
+    if not any(nesting):  # None for each, so there is nothing inside
+        return list(record)
+    inside = list(map(_parts_of, record, nesting))
+    return None if None in inside else [part for parts in inside for part in parts or ()]
+
+
+def _is_stackable(part: Any) -> bool:
+    """Return whether ``default_collate`` makes a row of a part that depends on it alone."""
+    if isinstance(part, Tensor):
+        return part.device.type == "cpu" and part.layout is torch.strided
+    return isinstance(part, np.ndarray | np.number | np.bool_) or type(part) in (int, float, bool)
+
+
+class Column:
+    """Rows of one part of the records of a batch.
+
+    Attributes:
+        name: place of the part in the batch.
+        rows: the rows, shape (records, ...).
+    """
+
+    def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
+        self.name, self._like = name, like
+        self._kind: Any = kind
+        self.rows = like.new_empty((count, *like.shape[1:]))
+        self._tensors = issubclass(kind, Tensor)
+        self._number = not self._tensors and kind is not np.ndarray
+        self._shape = like.shape[1:]
+        stacked: Any = self.rows if self._tensors else self.rows.numpy()
+        self._dtype = stacked.dtype
+        self._places: Any = self.rows.unbind() if self._tensors else stacked
+
+    def put(self, place: int, value: Any) -> bool:
+        """Write the part of a record; return whether it has the shape and type of the rows."""
+        if type(value) is not self._kind:
+            return self._put_alone(place, value)
+        if not (self._number or (value.shape == self._shape and value.dtype == self._dtype)):
+            return False
+        if self._tensors:
+            self._places[place].copy_(value)
+        else:
+            self._places[place] = value
+        return True
+
+    def _put_alone(self, place: int, value: Any) -> bool:
+        """Write a part of another class, such as an int64 of NumPy among ints of Python."""
+        row = default_collate([value])
+        fits = isinstance(row, Tensor) and row.dtype == self.rows.dtype
+        if not fits or row.shape != self._like.shape:
+            return False
+        self.rows[place] = row[0]
+        return True
+
+    def fault(self, value: Any) -> str:
+        """Return why a part cannot be used."""
+        return _other_rows(self.name, default_collate([value]), self._like)
+
+
+def as_row(collated: Any) -> Any:
+    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault."""
+    if isinstance(collated, Mapping) and not isinstance(collated, dict):
+        collated = dict(collated)
+    for name, part in parts_by_name(collated).items():
+        if not isinstance(part, Tensor):
+            return Fault(
+                f"collate_fn returns a {type(part).__name__} as {name}, not a tensor. Return "
+                "dicts, lists or tuples of tensors; leave out what is none."
+            )
+        if part.ndim == 0 or len(part) != 1:
+            rows = "no dimension" if part.ndim == 0 else f"{len(part)} rows"
+            return Fault(
+                f"collate_fn returns {rows} for one record as {name}. A record must be exactly one "
+                "row: epsilon covers one gradient for each record that was drawn."
+            )
+    if not tensors_in(collated):
+        return Fault("collate_fn returns no tensor.")
+    # A dataset may write every record to the same memory.
+    return map_rows(lambda t: t.detach().clone(), collated)
+
+
+def joined(structure: Structure, rows: Iterator[Any]) -> Batch | Fault:
+    """Return rows as one batch, or the fault of one of them, after which no other is read."""
+    template, spec = tree_flatten(structure.template)
+    names, columns = list(parts_by_name(structure.template)), [list[Tensor]() for _ in template]
+    for row in rows:
+        if isinstance(row, Fault):
+            return row
+        parts, own = tree_flatten(row)
+        if own != spec:
+            return Fault(_other_parts(row, structure))
+        for column, part, like, name in zip(columns, parts, template, names, strict=True):
+            if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype:
+                return Fault(_other_rows(name, part, like))
+            column.append(part)
+    made = [
+        torch.cat(column) if column else like.new_empty((0, *like.shape[1:]))
+        for column, like in zip(columns, template, strict=True)
+    ]
+    return tree_unflatten(made, spec)
+
+
+def shapes_differ(row: Batch, structure: Structure) -> bool:
+    """Return whether a row has other parts, shapes or types than the structure."""
+    return isinstance(joined(structure, iter([row])), Fault)
+
+
+def _other_parts(record: Any, structure: Structure) -> str:
+    found, first = (", ".join(parts_by_name(of)) for of in (record, structure.template))
+    return (
+        f"Records have other parts after collate_fn ({found}) than the first one ({first}). Return "
+        "the same for every record."
+    )
+
+
+def _other_rows(name: str, row: Any, like: Tensor) -> str:
+    if not isinstance(row, Tensor):
+        return f"{name} of a record is no number, array or tensor, unlike that of the first one."
+    return (
+        f"{name} of a record has shape {tuple(row.shape[1:])} and {row.dtype}, but that of the "
+        f"first one {tuple(like.shape[1:])} and {like.dtype}. All need the same, public shape: "
+        "padding to the longest record of a batch would let one record change the others. Pad to "
+        "a fixed length (padding='max_length')."
+    )
