@@ -46,10 +46,11 @@ def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> N
         second: draws, same shape or one less.
     """
     least = torch.full((), LEAST_U, dtype=torch.float64, device=words.device)
-    u = torch.add(least, words.double(), alpha=2.0**-63)  # in [-1, 1], never 0
+    u = words.double()
+    torch.add(least, u, alpha=2.0**-63, out=u)  # in [-1, 1], never 0
     radius = u.square_().log_().to(first.dtype).neg_().sqrt_()
     angle = turns.to(first.dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
-    torch.mul(angle.cos(), radius, out=first)
+    torch.cos(angle, out=first).mul_(radius)
     rest = len(second)
     torch.mul(angle.sin_()[:rest], radius[:rest], out=second)
 
