@@ -54,6 +54,10 @@ PROMISES = {
         "frozen features depend on one record alone, and only their owner can read the cache"
     ),
     "scores": "covered scores are noisy, paid for, and depend on each test record alone",
+    "histogram": (
+        "one unit moves a noisy histogram by at most its sensitivity; it is of training records "
+        "alone, charged before they are read, and once"
+    ),
     "search": (
         "a search draws settings and a number of trials as accounted for; only its winner is left"
     ),

@@ -33,6 +33,7 @@ from tests.tiny_bert import write_encoder, write_network
 VALUES: Mapping[str, Any] = {
     "dataset": "digits",
     "model": "mlp-small",
+    "calibration": "none",
     "fix_norm": True,
     "isolate": True,
     "features": "scatter",

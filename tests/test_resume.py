@@ -157,8 +157,9 @@ def test_a_resumed_run_has_the_noise_that_it_began_with(
     assert f"# Noise multiplier sigma: {sigma!r}\n" in asked
     monkeypatch.setattr("dpmac_cli.config.plan.calibrate_noise", lambda *_, **__: 100.0)
     last = finish(run.resume(Path("run"), {} if out == "run" else {"out": out, "steps": "40"}))
-    events = last.report["privacy"]["events"]
+    *events, histogram = last.report["privacy"]["events"]
     assert [event["noise_multiplier"] for event in events] == [sigma, sigma]
+    assert histogram["histogram"]
     kept = Path(out, folder.CONFIG).read_text()
     assert kept == asked if out == "run" else f"sigma: {sigma!r}\n" in kept
 

@@ -335,7 +335,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, monkeypatch, kill=1)
-        begun = ledger.begun_events(where, study.runs[0].plan.event)
+        begun = ledger.begun_events(where, study.runs[0].plan.planned)
         assert begun[0].steps == 15
         found = ledger.read_ledger(where)
         assert found is not None

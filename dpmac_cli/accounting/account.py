@@ -37,6 +37,7 @@ class Account:
         base: step of the training after which this account begins, for a resumed one.
         begun: last step of the training that may have begun.
         score: planned event of the covered test score at the end; None for exact scores.
+        histogram: planned event of the histogram of the training records at the end; None without.
         others: events that have begun, except for steps.
         earlier: accounts of earlier work on the same records, which epsilon covers, as they were.
         delta: delta of the guarantee.
@@ -53,6 +54,7 @@ class Account:
     base: int = 0
     begun: int = 0
     score: TrainingEvent | None = None
+    histogram: TrainingEvent | None = None
     others: tuple[TrainingEvent, ...] = ()
     earlier: tuple["Account", ...] = ()
     delta: float = 0.0
@@ -95,8 +97,8 @@ class Account:
     def check(self, event: TrainingEvent) -> None:
         """Raise BudgetError if an event would exceed the budget.
 
-        The budget already covers the planned steps and score. Anything else is within
-        ``max_epsilon`` and ``target``, together with what has begun.
+        The budget already covers the planned steps and what is planned after them. Anything else is
+        within ``max_epsilon`` and ``target``, together with what has begun.
         """
         if self.is_of_training(event):
             if event.steps > self.remaining:
@@ -107,7 +109,7 @@ class Account:
             return
         if self._is_planned(event) or math.isinf(self.budget):
             return
-        events = (*self.events, *self._score_to_come, event)
+        events = (*self.events, *self._to_come, event)
         if (cost := total_epsilon(events, self.delta)) > self.budget:
             raise BudgetError(
                 f"With this event epsilon would be {format_epsilon(cost)}, above {self.budget:g}. "
@@ -184,8 +186,8 @@ class Account:
 
     @property
     def planned(self) -> tuple[TrainingEvent, ...]:
-        """Return all events of training, with all planned steps."""
-        return (*self.before, self.event)
+        """Return all events on training records, with all that is planned."""
+        return (*self.before, self.event, *self.histograms)
 
     @property
     def epsilon(self) -> float:
@@ -199,7 +201,10 @@ class Account:
             total_epsilon(self.planned, self.delta),
             total_epsilon((*self.before, part), self.delta, widest=COARSE),
         )
-        if self.score is not None and step == self.end:
+        if step < self.end:
+            return cost
+        cost = total_epsilon(self.planned, self.delta)
+        if self.score is not None:
             cost = max(cost, total_epsilon((*self.before, self.score), self.delta))
         return cost
 
@@ -219,20 +224,32 @@ class Account:
         return Account(**{**values, "earlier": ()})
 
     def shorten(self) -> None:
-        """Limit the planned training to the steps that the budget allows, with its score.
+        """Limit the planned training to the steps that the budget allows, with what follows them.
 
         Raises BudgetError if it allows no further step.
         """
         self._shorten_to(self.limit)
 
+    def leave_out_histogram(self) -> None:
+        """Leave out the planned histogram if what was lost has taken its part of the budget."""
+        whole = (*self.before, self.event, *self.others, *self._to_come)
+        if math.isfinite(self.limit) and total_epsilon(whole, self.delta) > self.limit:
+            self.histogram = None
+
     def _shorten_to(self, limit: float) -> None:
-        others = (*self.before, *self.others, *self._score_to_come)
+        others = (*self.before, *self.others, *self._to_come)
         self.event = self.steps(affordable_steps(self.event, self.delta, limit, others))
 
     @property
-    def _score_to_come(self) -> tuple[TrainingEvent, ...]:
-        """Return the planned score if it has not begun."""
-        return () if self.score is None or self.score in self.others else (self.score,)
+    def _to_come(self) -> tuple[TrainingEvent, ...]:
+        """Return what is planned after the last step and has not begun."""
+        planned = (*self.histograms, *(() if self.score is None else (self.score,)))
+        return tuple(event for event in planned if event not in self.others)
+
+    @property
+    def histograms(self) -> tuple[TrainingEvent, ...]:
+        """Return the planned histogram, begun or not."""
+        return () if self.histogram is None else (self.histogram,)
 
     def check_counted(self, now: Iterable["Account"]) -> None:
         """Raise ModelError if another account has begun more than this one counts of it."""
@@ -247,8 +264,8 @@ class Account:
             )
 
     def _is_planned(self, event: TrainingEvent) -> bool:
-        """Return whether an event is the score that was planned, and has not begun."""
-        return event in self._score_to_come
+        """Return whether an event is planned after the last step, and has not begun."""
+        return event in self._to_come
 
     def _leave_room(self) -> None:
         """Leave out planned steps that the budget no longer allows."""

@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, total_epsilon
+from dpmac_cli.accounting.accountants import (
+    DEFAULT_ACCOUNTANT,
+    LARGEST_EPSILON,
+    total_epsilon,
+)
 from dpmac_cli.accounting.events import MOST_STEPS, SIGMA_MAX, SIGMA_MIN, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import format_epsilon
@@ -20,6 +24,8 @@ SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
 #: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
 CLOSE, TRIES = 4e-3, 20
+#: Least and largest mu of a budget, and how often the ratio between them is halved to find it.
+MU_ENDS, HALVINGS = (1e-6, 1e4), 60
 #: Evaluations after which every other one halves what is left.
 MANY = 8
 
@@ -73,6 +79,28 @@ def calibrate_noise(
     near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
     power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
     return _last_within(cost, target, *ends, rough, power) / SIGMA_TICKS
+
+
+def noise_of_share(epsilon: float, delta: float, share: float) -> float:
+    """Return the noise multiplier of one Gaussian mechanism that has a share of a budget.
+
+    The budget is the mu of (epsilon, delta): ``delta = Phi(mu / 2 - epsilon / mu) - e^epsilon
+    Phi(-mu / 2 - epsilon / mu)`` (Dong, Roth and Su 2022, Corollary 1). Squares of mu add up, and
+    that of a mechanism is 1 / sigma^2. So ``sigma = 1 / (mu sqrt(share))``, rounded up to the grid
+    of noise multipliers.
+    """
+    (low, high), epsilon = MU_ENDS, min(epsilon, LARGEST_EPSILON)
+    for _ in range(HALVINGS):
+        mu = math.sqrt(low * high)
+        spent = _tail(epsilon / mu - mu / 2) - math.exp(epsilon) * _tail(epsilon / mu + mu / 2)
+        low, high = (mu, high) if spent <= delta else (low, mu)
+    sigma = math.ceil(SIGMA_TICKS / (low * math.sqrt(share))) / SIGMA_TICKS
+    return min(max(sigma, SIGMA_MIN), SIGMA_MAX)
+
+
+def _tail(x: float) -> float:
+    """Return the probability that a standard normal is above x."""
+    return math.erfc(x / math.sqrt(2)) / 2
 
 
 def calibrate_search(search_of: Callable[[float], Search], delta: float, target: float) -> float:
@@ -133,17 +161,22 @@ def affordable_steps(
 
 
 def longest_run(
-    event: TrainingEvent, delta: float, budget: float, accountant: str = DEFAULT_ACCOUNTANT
+    event: TrainingEvent,
+    delta: float,
+    budget: float,
+    accountant: str = DEFAULT_ACCOUNTANT,
+    others: tuple[TrainingEvent, ...] = (),
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    ``event`` has any number of steps of the run, and ``budget`` is an epsilon > 0; for other
-    arguments see :func:`~dpmac_cli.accounting.accountants.total_epsilon`. Raises BudgetError if the
-    first step costs more.
+    ``event`` has any number of steps of the run, and ``budget`` is an epsilon > 0, which also pays
+    for ``others``; for other arguments see
+    :func:`~dpmac_cli.accounting.accountants.total_epsilon`. Raises BudgetError if the first step
+    costs more.
     """
 
     def cost(steps: int, by: str = accountant) -> float:
-        return total_epsilon((replace(event, steps=steps),), delta, by)
+        return total_epsilon((*others, replace(event, steps=steps)), delta, by)
 
     if cost(1) > budget:
         raise BudgetError(

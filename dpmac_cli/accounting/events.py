@@ -96,6 +96,9 @@ class TrainingEvent:
     records: Literal["training", "test"] = "training"
     """The split that was used: training, or test for scores released with noise. No record is in
     both."""
+    histogram: bool = False
+    """Whether noisy counts of records in the cells of a histogram were released, instead of clipped
+    sums of gradients."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,6 +144,11 @@ class TrainingEvent:
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     @property
+    def trains(self) -> bool:
+        """Return whether it is steps of a training."""
+        return self.records == "training" and not self.histogram
+
+    @property
     def noisy(self) -> bool:
         """Return whether its mechanisms add noise."""
         return self.noise_multiplier > 0
@@ -177,6 +185,15 @@ def score_event(noise_multiplier: float) -> TrainingEvent:
     ``noise_multiplier`` is the standard deviation of the noise over the sensitivity of the score.
     """
     return TrainingEvent(1.0, noise_multiplier, 1, records="test")
+
+
+def histogram_event(noise_multiplier: float) -> TrainingEvent:
+    """Return the event of one histogram of the training records with Gaussian noise.
+
+    ``noise_multiplier`` is the standard deviation of the noise of a count over the sensitivity of
+    all counts: see :class:`~dpmac_cli.dp.histogram.NoisyHistogram`.
+    """
+    return TrainingEvent(1.0, noise_multiplier, 1, histogram=True)
 
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:

@@ -83,7 +83,7 @@ def price(
     else:
         epsilon, used = search.epsilon(delta), DEFAULT_ACCOUNTANT
         said = search_statement(epsilon, delta, search, unit)
-    trained = [event for event in events if event.records == "training"]
+    trained = [event for event in events if event.trains]
     last = trained[-1]
     rate = common(event.sampling_rate for event in trained)
     steps = sum(event.steps for event in trained)

@@ -107,6 +107,8 @@ def _done(event: TrainingEvent, unit: str) -> str:
     several, sigma = "s" * (event.steps > 1), event.noise_multiplier
     if event.records == "test":
         return f"{event.steps} score{several} of test records with noise multiplier {sigma:.10g}"
+    if event.histogram:
+        return f"{event.steps} histogram{several} with noise multiplier {sigma:.10g}"
     steps = f"{event.steps} {event.sampling.done} step{several}"
     how = f"at rate {event.sampling_rate:.4g}"
     if event.sampling.once_an_epoch:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -27,8 +27,10 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, lonely, valid
 from dpmac_cli.config.named import BEST, PAPER
+from dpmac_cli.config.plan import histogram_of
 from dpmac_cli.config.settings import (
     DELTA,
+    HISTOGRAM,
     LATER,
     Count,
     Debug,
@@ -95,13 +97,10 @@ class Question(Priced, frozen=True):
         """Return the setting to solve for; None for epsilon."""
         return None if self.epsilon is None else "sigma" if self.sigma is None else "steps"
 
-    def sizes(self, target: float | None) -> tuple[int, int, list[int], tuple[str, ...]]:
-        """Return n, B, numbers of steps, and notes on the recipe that they are from.
-
-        The steps are 1 if they are solved for. Raises InputError.
-        """
+    def sizes(self, target: float | None) -> "Sizes":
+        """Return the sizes of a run. Raises InputError."""
         size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
-        notes = tuple[str, ...]()
+        notes, calibration = tuple[str, ...](), self.calibration
         if size is None:
             shared = {name: self.explicit.get(name) for name in Priced.model_fields}
             lengths = {"epochs": self.epochs, "steps": self.steps}
@@ -110,12 +109,28 @@ class Question(Priced, frozen=True):
             facts = DATASETS[self.dataset]
             run = Settings.model_validate({**shared, **given, **noise})
             found, notes = completed(run, facts), tuple(recipe_notes(run, facts))
-            size, batch = facts.train_size, found.batch_size
+            size, batch, calibration = facts.train_size, found.batch_size, found.calibration
             if not given and self.solve != "steps" and found.epochs is not None:
                 epochs = (found.epochs,)
         raise_errors(misfits("the dataset", size, batch, epochs or ()))
         steps = [count * math.ceil(size / batch) for count in epochs or ()]
-        return size, batch, [*steps, *(self.steps or ())] or [1], notes
+        counts = (*steps, *(self.steps or ())) or (1,)
+        return Sizes(size, batch, counts, notes, counted=calibration == HISTOGRAM)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run: n, B, numbers of steps, 1 if they are solved for.
+
+    ``notes`` are on the recipe that they are from, and ``counted`` is whether a histogram of the
+    training records follows the steps.
+    """
+
+    records: int
+    batch: int
+    lengths: tuple[int, ...]
+    notes: tuple[str, ...]
+    counted: bool
 
 
 def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
@@ -127,34 +142,40 @@ def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
         raise InputError("Add --sigma to compute epsilon, or --epsilon to compute sigma.")
     rows, notes, beyond = list[Row](), dict[str, None](), dict[str, None]()
     for target in question.epsilon or (None,):
-        size, batch, lengths, said = question.sizes(target)
-        notes |= dict.fromkeys(said)
+        sizes = question.sizes(target)
+        size, batch = sizes.records, sizes.batch
+        notes |= dict.fromkeys(sizes.notes)
         for sigma, steps, accountant in itertools.product(
-            question.sigma or (0.0,), lengths, USED[question.accountant]
+            question.sigma or (0.0,), sizes.lengths, USED[question.accountant]
         ):
             event = TrainingEvent(
                 batch / size, sigma, steps, question.sampler, math.ceil(size / batch)
             )
+            others = (histogram_of(target, question.delta, event),) if sizes.counted else ()
             try:
-                event = _solved(event, question, target or 0.0, accountant)
+                event = _solved(event, question, target or 0.0, accountant, others)
             except BudgetError as failure:
                 beyond |= dict.fromkeys(failure.errors)
                 continue
-            row = price((event,), question.delta, accountant)
+            row = price((event, *others), question.delta, accountant)
             rows.append(replace(row, dataset_size=size, batch_size=batch, solved=question.solve))
     return rows, tuple(notes), [*beyond]
 
 
 def _solved(
-    event: TrainingEvent, question: Question, target: float, accountant: str
+    event: TrainingEvent,
+    question: Question,
+    target: float,
+    accountant: str,
+    others: tuple[TrainingEvent, ...],
 ) -> TrainingEvent:
-    """Return an event with what is solved for."""
+    """Return an event with what is solved for; ``others`` are within the target, too."""
     asked = (event, question.delta, target, accountant)
     match question.solve:
         case "sigma":
-            return replace(event, noise_multiplier=calibration.calibrate_noise(*asked))
+            return replace(event, noise_multiplier=calibration.calibrate_noise(*asked, others))
         case "steps":
-            return replace(event, steps=calibration.longest_run(*asked))
+            return replace(event, steps=calibration.longest_run(*asked, others))
     return event
 
 
@@ -381,6 +402,11 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "trials": _search,
     f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
+    "histogram": lambda row: ", ".join(
+        f"one, with noise multiplier {event.noise_multiplier:.10g}"
+        for event in row.events
+        if event.histogram
+    ),
     "sampler": lambda row: row.sampler,
     "adjacency": lambda row: row.adjacency,
     "accountant": lambda row: accountant_name(row.accountant),

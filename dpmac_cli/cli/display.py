@@ -174,6 +174,9 @@ def _heading(event: Started) -> Iterator[Text]:
             f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
             f"delta {settings.delta:g}"
         )
+        if plan.histogram is not None:
+            counted = plan.histogram.noise_multiplier
+            yield Text(f"calibrated after the last step by one histogram, noise {counted:g}")
         several = f"{plan.unit}, given by {facts.unit}"
         yield Text(f"unit of privacy: {several if facts.unit else facts.records.one}")
     if settings.canaries:

@@ -18,7 +18,7 @@ from dpmac_cli.config.networks import (
     UserModel,
 )
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, OPTIMIZER, Settings
+from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, HISTOGRAM, OPTIMIZER, Settings
 from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
@@ -86,6 +86,7 @@ def faults(plan: Plan) -> Iterator[str]:
         )
     if settings.loss in FUNCTIONS and settings.label_smoothing:
         yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
+    yield from _calibration_faults(settings, facts)
     yield from _loss_faults(settings, facts)
     yield from _weight_faults(settings, facts)
 
@@ -113,6 +114,18 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
             f"{{loss=}}{loss}: records of {facts.typed} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
+
+
+def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    if settings.calibration != HISTOGRAM:
+        return
+    if not facts.task.calibrates:
+        yield (
+            f"{{calibration=}}{HISTOGRAM} is for classes, but records of {facts.typed} have "
+            f"{facts.task.of_record} each. Leave it out."
+        )
+    if settings.canaries:
+        yield "{calibration} and {canaries} contradict each other: an audit has no use for both."
 
 
 def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:

@@ -21,7 +21,7 @@ from dpmac_cli.config.networks import (
     Trained,
     fixed_features,
 )
-from dpmac_cli.config.settings import DELTA, Settings
+from dpmac_cli.config.settings import DELTA, HISTOGRAM, NO_CALIBRATION, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
 
@@ -205,6 +205,7 @@ def completed(given: Settings, facts: Dataset) -> Settings:
     recipe = recipe_of(given)
     rule = best(given, facts) if recipe == BEST else {}
     given = given.filled({"recipe": recipe, **rule})
+    given = given.filled({"calibration": _calibration(given, facts)})
     if given.dataset not in DATASETS:
         given = given.filled({"delta": _delta(facts.train_size)})
     of_task: dict[str, Any] = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
@@ -214,6 +215,13 @@ def completed(given: Settings, facts: Dataset) -> Settings:
         of_task |= {"model": facts.task.network, "train": "lora"}
         of_task |= {"lora_rank": Trained.rank} if given.train in (None, "lora") else {}
     return given.filled(_depending(given, facts.defaults) | of_task)
+
+
+def _calibration(given: Settings, facts: Dataset) -> str:
+    """Return the default way to calibrate: none where noise is given, or nobody uses the model."""
+    targeted = given.recipe == BEST and given.epsilon is not None
+    calibrated = targeted and facts.task.calibrates and not given.canaries
+    return HISTOGRAM if calibrated else NO_CALIBRATION
 
 
 def _delta(records: int) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import calibrate_noise
-from dpmac_cli.accounting.events import TrainingEvent, score_event
+from dpmac_cli.accounting.calibration import calibrate_noise, noise_of_share
+from dpmac_cli.accounting.events import TrainingEvent, histogram_event, score_event
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
 from dpmac_cli.config.encoders import TextEncoder, read_encoder
@@ -46,9 +46,10 @@ class Plan:
     Attributes:
         settings: settings as the user gave them, completed with every default.
         facts: facts of the records, read once.
-        event: accounting event of the whole run; its noise is 0 without privacy.
+        event: accounting event of all steps; its noise is 0 without privacy.
         optimizer: update rule with its hyperparameters.
         search: search that the run is one trial of; None if it is a run by itself.
+        histogram: event of the histogram that the model is calibrated by; None without.
     """
 
     settings: Settings
@@ -56,6 +57,12 @@ class Plan:
     event: TrainingEvent
     optimizer: Optimizer
     search: Search | None = None
+    histogram: TrainingEvent | None = None
+
+    @property
+    def planned(self) -> tuple[TrainingEvent, ...]:
+        """Return all events on training records."""
+        return (self.event,) if self.histogram is None else (self.event, self.histogram)
 
     @property
     def private(self) -> bool:
@@ -99,7 +106,7 @@ class Plan:
         if not self.settings.cover_scores:
             return None
         delta = self.settings.delta
-        target = min(total_epsilon((self.event,), delta), self.max_epsilon)
+        target = min(total_epsilon(self.planned, delta), self.max_epsilon)
         return score_event(calibrate_noise(score_event(0.0), delta, target))
 
     @property
@@ -240,13 +247,30 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
     return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 
+#: Share of mu^2 of the whole run that a histogram for calibration has, mu being that of Gaussian
+#: differential privacy.
+SHARE = 0.02
+
+
+def histogram_of(epsilon: float | None, delta: float, event: TrainingEvent) -> TrainingEvent:
+    """Return the event of the histogram of a run, with its share of the budget.
+
+    The budget is the target epsilon, or where noise is given (None) what the steps of the run cost
+    together with the histogram.
+    """
+    share = SHARE
+    if epsilon is None:
+        epsilon, share = total_epsilon((event,), delta), SHARE / (1 - SHARE)
+    return histogram_event(noise_of_share(epsilon, delta, share))
+
+
 def calibrated(
     settings: Settings, event: TrainingEvent, earlier: tuple[TrainingEvent, ...] = ()
 ) -> TrainingEvent:
     """Return an event with the least noise for which the whole run costs at most its epsilon.
 
-    That also covers ``earlier`` events on the same records. An event whose noise was given is
-    unchanged. Raises BudgetError if no noise meets epsilon.
+    That also covers ``earlier`` events on the same records, and others that are planned. An event
+    whose noise was given is unchanged. Raises BudgetError if no noise meets epsilon.
     """
     if settings.no_dp or settings.epsilon is None:
         return event

@@ -8,8 +8,8 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import lonely
-from dpmac_cli.config.plan import Plan, calibrated, event_of, optimizer_of
-from dpmac_cli.config.settings import NEEDS, Settings
+from dpmac_cli.config.plan import Plan, calibrated, event_of, histogram_of, optimizer_of
+from dpmac_cli.config.settings import HISTOGRAM, NEEDS, Settings
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -42,7 +42,13 @@ def plan(
     unlabelled = not is_labelled(settings.task)
     needs = {name: others for name, others in NEEDS.items() if name != "task" or unlabelled}
     raise_errors([*lonely(given.explicit, needs), *of_records, *checks.faults(found)])
-    noisy = calibrated(settings, event, earlier) if noise is None else event.with_noise_of(noise)
-    found = replace(found, event=noisy)
+    event = event if noise is None else event.with_noise_of(noise)
+    found = replace(found, event=event)
+    if settings.calibration == HISTOGRAM:
+        histogram = histogram_of(settings.epsilon, settings.delta, event)
+        found = replace(found, histogram=histogram)
+    if noise is None:
+        others = (*earlier, *found.planned[1:])
+        found = replace(found, event=calibrated(settings, event, others))
     _ = found.score  # raises BudgetError before anything is written
     return found

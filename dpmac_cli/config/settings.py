@@ -52,6 +52,7 @@ NOT_BOTH: NotBoth = {
     ("backbone", "features"): "a network takes only one of them",
     ("schema", "feature_range"): "a schema declares the range of every column",
     ("schema", "classes"): "a schema declares the classes",
+    ("no_dp", "calibration"): "only private runs are calibrated",
     ("no_dp", "secure"): "without noise there is nothing to secure",
     ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
     ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",
@@ -72,6 +73,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 SCHEDULES = ("constant", "cosine", "linear")
 #: Ways to augment an image.
 AUGMENTS = ("crop+flip", "crop", "flip")
+#: Ways to calibrate a model.
+HISTOGRAM, NO_CALIBRATION = "histogram", "none"
 #: Class weights that follow from the shares of the classes.
 BALANCED = "balanced"
 #: Default of ``delta`` in (epsilon, delta).
@@ -192,6 +195,9 @@ class Priced(Flags, frozen=True):
     """Batch sampling method. The privacy cost depends on it."""
     delta: Probability = DELTA
     """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
+    calibration: Annotated[str, OneOf((HISTOGRAM, NO_CALIBRATION))] = LATER
+    """Calibrate probabilities by one noisy histogram of the training records, at 2% of the budget.
+    [default: histogram where --epsilon is the target and there are classes, otherwise none]"""
 
 
 class Settings(Priced, frozen=True):

@@ -71,6 +71,7 @@ class Keys:
     coins: bytes = b""  # whether each canary is in the dataset
     layers: bytes = b""  # augmented views and dropout
     scores: bytes = b""  # noise of covered scores
+    counts: bytes = b""  # noise of histograms
     base: int = 0  # previous steps, from which the epochs of a sampler are counted
 
 

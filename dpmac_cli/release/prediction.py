@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
 from dpmac_cli.models.dataset import Data, scaling_of
 from dpmac_cli.models.loaders import on_device
+from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.report import Facts
@@ -117,8 +118,9 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
-    """Evaluate a model on test records, read as those that it was trained on."""
-    data = data.scaled_as(facts.input)
+    """Evaluate a model on test records, read and calibrated as those that it was trained on."""
+    task = replace(facts.task, names=data.task.names)
+    data = replace(data.scaled_as(facts.input), task=task)
     return evaluate(model, data, data.test)
 
 
@@ -232,8 +234,7 @@ class Predictions:
     """Predictions of a model for new records.
 
     Attributes:
-        answers: what the network's outputs mean, float32, shape (records, outputs): probabilities
-            of classes, or numbers on the scale of their targets. NaN if an output contains NaN.
+        outputs: outputs of the network, float32 or float64, shape (records, outputs).
         task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.
@@ -241,12 +242,22 @@ class Predictions:
         texts: how a language model continues each record; None for other models.
     """
 
-    answers: NDArray[np.float32]
+    outputs: NDArray[Any]
     task: Task
     records: Sequence[str] | Sequence[int]
     ids: Sequence[str] | None = None
     skipped: LeftOut = NONE_LEFT_OUT
     texts: Sequence[str] | None = None
+
+    @cached_property
+    def answers(self) -> NDArray[np.float32]:
+        """Meaning of the outputs, float32, shape (records, outputs); NaN if one contains NaN.
+
+        Probabilities of classes, calibrated if the model is, or numbers on the scale of their
+        targets.
+        """
+        with code_of_task():
+            return self.task.answers(self.outputs)
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
@@ -261,14 +272,14 @@ class Predictions:
     @property
     def unanswered(self) -> int:
         """Number of records for which the network's output contains NaN."""
-        return int(np.isnan(self.answers).any(1).sum())
+        return int(np.isnan(self.outputs).any(1).sum())
 
     @property
     def predicted(self) -> Sequence[Any]:
         """Prediction for each record, as ``dpmac predict`` writes it.
 
-        The name of the most probable class, "" if the output contains NaN; a number, NaN if the
-        output is; or how a text continues.
+        The name of the class that is decided on, "" if the output contains NaN; a number, NaN if
+        the output is; or how a text continues.
         """
         return self._columns["predicted"]
 
@@ -276,7 +287,7 @@ class Predictions:
     def _columns(self) -> dict[str, Sequence[Any]]:
         texts = {} if self.texts is None else {"predicted": self.texts}
         with code_of_task():
-            return texts | self.task.columns(self.answers)
+            return texts | self.task.columns(self.outputs)
 
     def write(self, path: Path) -> None:
         """Write a .csv that only its owner can read. Raises OSError."""
@@ -335,9 +346,9 @@ def predict(
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
     _check_new(x, declared.path, released.header.input)
     inputs = partial(_inputs, x, released.header.input, where)
-    answers = _answers(released, inputs(), len(x))
+    found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
-    return Predictions(answers, released.header.task, names, ids, reading.left_out, texts)
+    return Predictions(found, released.header.task, names, ids, reading.left_out, texts)
 
 
 #: Tokens that a language model adds to a text by default.
@@ -373,15 +384,15 @@ def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
         yield torch.addcmul(offset, batch.to(gain.dtype), gain)
 
 
-def _answers(released: Released, batches: Iterator[Tensor], count: int) -> NDArray[np.float32]:
-    """Return what the model's outputs mean for ``count`` records, and report progress."""
-    task, done = released.header.task, 0
+def _outputs(
+    released: Released, batches: Iterator[Tensor], count: int
+) -> NDArray[np.floating[Any]]:
+    """Return the model's outputs for ``count`` records, and report progress."""
+    done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
-    found = np.empty((count, task.outputs), np.float32)
+    found = torch.empty(count, released.header.task.outputs, dtype=kind)
     for logits in outputs(released.model, batches):
-        numbers = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
-        with code_of_task():
-            found[done : done + len(numbers)] = task.answers(numbers)
-        done += len(numbers)
+        found[done : done + len(logits)] = logits
+        done += len(logits)
         report(done, count, released.path, "predictions")
-    return found
+    return found.numpy()

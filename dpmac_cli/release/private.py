@@ -16,7 +16,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.settings import HISTOGRAM, NO_CALIBRATION, Settings
 from dpmac_cli.config.sources import values_of
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
@@ -105,6 +105,9 @@ class PrivateTraining(PrivateProgram):
         given = values_of(settings)
         if {**given, **keywords}.get("seed") is not None:
             raise InputError(NO_SEED)
+        if {**given, **keywords}.get("calibration") == HISTOGRAM:
+            raise InputError("calibration is for dpmac train, which counts its records at the end.")
+        chosen["calibration"] = NO_CALIBRATION
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.settings.device)
         plan = _as_asked(resolved.plan.on(str(device)), {**given, **keywords})

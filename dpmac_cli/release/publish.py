@@ -112,7 +112,15 @@ def public_facts(session: Session) -> report.Facts:
         privacy=guarantee,
         statement=nist_statement(run) if plan.private else None,
         audit=audited,
+        calibration=_calibration(session.trainer.task, run),
     )
+
+
+def _calibration(task: Task, run: DescribedRun) -> report.Calibration | None:
+    """Return how outputs become probabilities; None without a calibration."""
+    if (found := task.calibration_facts) is None:
+        return None
+    return report.Calibration(**found, statement=text("calibration", run))
 
 
 def privacy(run: DescribedRun) -> Privacy:
@@ -122,7 +130,7 @@ def privacy(run: DescribedRun) -> Privacy:
     whole = spent.event
     if not math.isinf(plan.max_epsilon):
         whole = plan.event.first(plan.event.steps - spent.base)
-    planned = total_epsilon((*spent.before, whole), delta)
+    planned = total_epsilon((*spent.before, whole, *plan.planned[1:]), delta)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit)
     return Privacy(
         private=plan.private,
@@ -318,7 +326,7 @@ def _write_audit(session: Session, written: report.Report) -> None:
         guesses=guesses(len(canaries.coins)),
         scores=tuple(canaries.scores.tolist()),
         coins=tuple(canaries.coins.tolist()),
-        events=tuple(e for e in session.account.events if e.records == "training"),
+        events=tuple(e for e in session.account.events if e.trains),
     )
     text_of_audit = files.to_json(found.as_json())
     files.write_atomically(session.where / folder.AUDIT, text_of_audit.encode())

@@ -18,17 +18,19 @@ from pydantic import (
 
 from dpmac_cli.accounting.events import MOST_COUNT, Count, Steps, TrainingEvent
 from dpmac_cli.config.datasets import Signature
-from dpmac_cli.config.records import AnyNumber, AnyRecords
+from dpmac_cli.config.records import MOST_NUMBER, AnyNumber, AnyRecords
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.release.report_privacy import PrintableText, Privacy, Said
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
+    MOST_CELLS,
     Number,
     Part,
     Score,
     Sha256,
     Versioned,
 )
+from dpmac_cli.tasks.calibration import cell_count
 from dpmac_cli.tasks.task import ASKED, EvaluationMetric, Task, task_of
 
 #: Format of report.json and of a model's header; no other is read. It also changes with the rule by
@@ -113,6 +115,26 @@ class Model(Part):
     """The part of the network that was public before training. Absent if there is none."""
 
 
+class Calibration(Said):
+    """Calibration: probabilities are softmax(slope z + (0, ..., 0, intercept)) of outputs z.
+
+    It follows from noisy counts of training records in bins: of two classes, by the log-odds of the
+    last one, with an edge at 0; of more classes, by the gap between the two largest outputs. Each
+    bin has two counts: of two classes their records, of more classes those of the second and of the
+    most likely class.
+    """
+
+    slope: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+    """Factor of the outputs; 1 if they were left as they are."""
+    intercept: AnyNumber
+    """Added to the output of the last class; 0 for more than two classes."""
+    counts: Annotated[tuple[tuple[AnyNumber, AnyNumber], ...], Field(max_length=MOST_CELLS)]
+    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
+    1, 2, 4, 8, and of two classes their negatives too."""
+    noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+    """Standard deviation of the noise in each count."""
+
+
 class Audit(Said):
     """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
 
@@ -184,12 +206,16 @@ class Facts(Part):
     audit: Audit | None
     """Public settings of an audit (--canaries). Null for any other run. The results of the attack
     are in audit.json."""
+    calibration: Calibration | None = None
+    """How outputs become probabilities. Null if they are the softmax of the outputs."""
 
     @property
     def task(self) -> Task:
-        """Task that the model was trained for."""
+        """Task that the model was trained for, with its calibration."""
         target = None if self.target is None else self.target.model_dump()
-        return task_of({"classes": self.classes, "target": target})
+        found = self.calibration
+        kept = None if found is None else found.model_dump(exclude={"statement"})
+        return task_of({"classes": self.classes, "target": target, "calibration": kept})
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
@@ -199,6 +225,9 @@ class Facts(Part):
             raise ValueError("texts without their encoder, or an encoder without texts")
         if len(self.classes) < 2 and self.target is None:
             raise ValueError("neither classes nor a target")
+        found, cells = self.calibration, cell_count(len(self.classes))
+        if found is not None and (self.target is not None or 2 * len(found.counts) != cells):
+            raise ValueError("the calibration is not that of the classes")
         return self
 
     @property

@@ -158,8 +158,8 @@ class Privacy(Said):
     """Search that the run is the best trial of (dpmac tune). Epsilon covers all of it. Null if
     settings were not searched for."""
     events: Events
-    """What each part did to the records, in order; the published model's is the last. Epsilon can
-    be recomputed from these and delta (dpmac account RUN)."""
+    """What each part did to the records, in order; steps of the published model are the last steps.
+    Epsilon can be recomputed from these and delta (dpmac account RUN)."""
     adjacency: Literal["add-or-remove-one"] | None
     """Which datasets are neighbours. Values of epsilon under different adjacencies are not
     comparable. Null without privacy."""

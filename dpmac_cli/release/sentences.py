@@ -320,6 +320,13 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "trials, their scores and K were not shown and not kept. Epsilon covers all of this: it is "
         "not that of one trial.",
     ),
+    (
+        "calibration",
+        lambda run: True,
+        "After the last step, one histogram of the training {run.counted} was released with "
+        "Gaussian noise, in which each counts at most once. Probabilities follow from it, and no "
+        "decision does.",
+    ),
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (
         "mechanism",

@@ -13,6 +13,8 @@ from dpmac_cli.config.records import MOST_NUMBER, AnyNumber
 
 #: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
+#: Largest number of cells of a histogram.
+MOST_CELLS = 1000
 
 
 Number = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
@@ -43,6 +45,7 @@ class Spent(Part):
     seeded: bool
     secure: bool
     score: TrainingEvent | None
+    histogram: Annotated[tuple[TrainingEvent, ...], Field(max_length=1)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,6 +89,13 @@ def _with_source(settings: dict[str, Any]) -> dict[str, Any]:
 Config = Annotated[dict[str, Any], AfterValidator(_with_source)]
 
 
+class Histogram(Part):
+    """A noisy histogram of training records: counts of cells, and the deviation of their noise."""
+
+    counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_CELLS)]
+    noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+
+
 class Record(Part):
     """Everything in a checkpoint but its tensors: the step, the settings and the history."""
 
@@ -97,6 +107,7 @@ class Record(Part):
     facts: dict[str, Any]
     start: Annotated[int, Field(ge=0, lt=1 << 32)]
     parts: Annotated[int, Field(ge=0, le=MOST_PARTS)]
+    histogram: Histogram | None = None
 
     @property
     def lines(self) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class Ledger(Account):
             "seeded": self.seeded,
             "secure": self.secure,
             "score": None if self.score is None else asdict(self.score),
+            "histogram": [asdict(event) for event in self.histograms if event not in more],
         }
         text = files.to_json({"sha256": _sum(spent), "spent": spent})
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
@@ -96,6 +97,7 @@ def read_ledger(run: Path) -> Account | None:
             base=kept.base,
             begun=kept.begun,
             score=kept.score,
+            histogram=next(iter(kept.histogram), None),
             seeded=kept.seeded,
             secure=kept.secure,
         )
@@ -107,9 +109,9 @@ def read_ledger(run: Path) -> Account | None:
 
 
 def begun_events(
-    run: Path, planned: TrainingEvent, *, whole: bool = False
+    run: Path, planned: tuple[TrainingEvent, ...], *, whole: bool = False
 ) -> tuple[TrainingEvent, ...]:
-    """Return the events of all steps that may have begun in a folder; () if there are none.
+    """Return the events of all that may have begun in a folder; () if there are none.
 
     If ``whole``, the last part counts with all its planned steps, and a run that has not begun as
     ``planned``. So does one whose ledger is missing or damaged.
@@ -117,7 +119,7 @@ def begun_events(
     if (found := read_ledger(run)) is not None:
         return tuple(e for e in (found.planned if whole else found.events) if e.steps)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
-    return (planned,) if begun else ()
+    return planned if begun else ()
 
 
 def _sum(values: Mapping[str, Any]) -> str:

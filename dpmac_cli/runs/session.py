@@ -14,6 +14,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import Values, by_flag, to_yaml
+from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.runs import checkpoint, folder
@@ -131,6 +132,7 @@ class Session:
             "facts": self.task.compared,
             "start": self.task.start,
             "parts": len(self.account.before),
+            "histogram": _as_record(self.trainer.histogram),
         }
         checkpoint.save(self.where, state.tensors(), record)
 
@@ -176,8 +178,11 @@ class Session:
             # Privacy costs are computed in the background, so they do not delay training.
             whole = pool.submit(self._epsilon, self.steps)
             ahead = pool.submit(self._epsilon, self._next(state.step))
-            while not stopped and state.step < self.steps:
-                trainer.step()
+            unscored = self._unscored
+            while not stopped and (state.step < self.steps or unscored):
+                if not unscored:
+                    trainer.step()
+                unscored = False
                 step, reduced = state.step, state.chunk < chunk
                 stopped = stop()
                 last = stopped or step == self.steps
@@ -191,6 +196,8 @@ class Session:
                 event: Progress | Evaluated = Progress(step, self.seconds)
                 epsilon = ahead.result() if ahead.done() else None
                 if scored:
+                    if trainer.calibrate():
+                        self.save()  # with the weights, so it is not paid for again
                     epoch, result = step / per_epoch, trainer.score()
                     trainer.check_network()
                     epsilon = ahead.result()
@@ -218,6 +225,13 @@ class Session:
                 chunk = min(chunk, state.chunk)
                 shown = mark = time.perf_counter()  # exclude the handling of events
 
+    @property
+    def _unscored(self) -> bool:
+        """Return whether all steps were taken, and the run was stopped before it was scored."""
+        step = self.trainer.state.step
+        ended = step == self.steps and self.plan.score is None
+        return ended and (not self.history or self.history[-1]["step"] != step)
+
     def _next(self, step: int) -> int:
         """Return the step of the next evaluation."""
         epoch = self.plan.event.steps_per_epoch
@@ -234,6 +248,11 @@ class Session:
         """Write metrics.jsonl. Raises OSError."""
         lines = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in self.history)
         files.write_atomically(self.where / folder.METRICS, lines.encode())
+
+
+def _as_record(found: NoisyHistogram | None) -> dict[str, Any] | None:
+    """Return a histogram as JSON values of a checkpoint."""
+    return None if found is None else {"counts": found.counts[0].tolist(), "noise": found.noise}
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
@@ -21,6 +23,7 @@ from dpmac_cli.config.plan import NOT_RECORDED, Plan, with_noise
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import by_setting
 from dpmac_cli.data.dataset import Dataset
+from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.torch_errors import torch_failures_explained
 from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
@@ -35,6 +38,12 @@ from dpmac_cli.runs.session import Session, SessionEvent, config_file
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.training.distributed import Ranks, check_single_process
+
+#: Note on a run that is not calibrated.
+NO_ROOM = (
+    "The run was stopped while it counted its training records, which used up the budget for that: "
+    "the model is not calibrated."
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,7 @@ def _session(
     trainer = make_trainer(plan, task, keys, ledger, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, dict(saved.record.state))
+        trainer.histogram = _histogram_of(before)
     ledger.run = where = folder.make_place(plan)
     if ranks is not None:
         brief_workers(ranks, plan, where, task, trainer, keys)
@@ -171,6 +181,7 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         base=before.base,
         begun=before.base,
         score=plan.score,
+        histogram=None if _histogram_of(before) is not None else plan.histogram,
         earlier=before.earlier,
         target=before.target,
         **plan.of_account,
@@ -181,12 +192,23 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         if before.account is None:
             raise
         ledger.event = ledger.steps(0)
+    ledger.leave_out_histogram()
     return ledger
+
+
+def _histogram_of(before: Inherited) -> NoisyHistogram | None:
+    """Return the histogram that a run in its own folder has, which it does not pay for again."""
+    if before.saved is None or before.account is None or before.saved.record.histogram is None:
+        return None
+    kept = before.saved.record.histogram
+    return NoisyHistogram((np.array(kept.counts),), kept.noise)
 
 
 def _budget(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return notes on the budget that ends a run before its last step, and on lost steps."""
-    return (*_limited(plan, account), *_lost(plan, before, account))
+    unpaid = plan.histogram is not None and account.histogram is None
+    left_out = unpaid and _histogram_of(before) is None
+    return (*_limited(plan, account), *_lost(plan, before, account), *[NO_ROOM] * left_out)
 
 
 def _limited(plan: Plan, account: Account) -> tuple[str, ...]:
@@ -214,7 +236,7 @@ def _lost(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
     if account.end < event.steps:
         return (f"{said}: training ends after step {account.end:,}, to stay within the budget.",)
-    whole = (*was.before, event.first(event.steps - was.base))
+    whole = (*was.before, event.first(event.steps - was.base), *plan.planned[1:])
     old, new = total_epsilon(whole, delta), total_epsilon(account.planned, delta)
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
+from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import Weigh
@@ -20,6 +22,8 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.tasks.task import Task
+from dpmac_cli.training.calibration import training_histogram
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.carried_accounts import attach
 from dpmac_cli.training.chunks import DataSum
@@ -35,15 +39,26 @@ class Trainer(Step):
     Attributes:
         sums: clipped sum over training records.
         covered: event and noise of the covered score; None for exact scores.
+        counted: event and noise of the histogram of the training records; None without.
+        histogram: that histogram, once it was released.
     """
 
     sums: DataSum
     covered: tuple[TrainingEvent, Noise] | None = None
+    counted: tuple[TrainingEvent, Noise] | None = None
+    histogram: NoisyHistogram | None = None
 
     @property
     def data(self) -> Data:
         """Return the dataset."""
         return self.sums.data
+
+    @property
+    def task(self) -> Task:
+        """Return the task, calibrated once the histogram was released."""
+        if (found := self.histogram) is None:
+            return self.data.task
+        return self.data.task.calibrated(found.counts[0], found.noise)
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
@@ -65,7 +80,22 @@ class Trainer(Step):
         If they are ``covered``, none changes how another is rounded.
         """
         with self.published() as model, full_float32(self.sums.arithmetic):
-            return evaluate(model, self.data, self.data.test, covered=covered)
+            data = replace(self.data, task=self.task)
+            return evaluate(model, data, data.test, covered=covered)
+
+    def calibrate(self) -> bool:
+        """Release the histogram of the training records after the last step; return whether it is.
+
+        It is released once, under the weights that are published.
+        """
+        if self.counted is None or self.histogram is not None or self.state.step < self.steps:
+            return False
+        event, noise = self.counted
+        self.account.begin(event)  # before any training record is read
+        with self.published() as model, full_float32(self.sums.arithmetic):
+            normals = noise.at(self.state.step)
+            self.histogram = training_histogram(model, self.data, event, normals)
+        return True
 
     def score(self) -> Evaluation | PrivateScore:
         """Return the scores to report: exact ones, or for covered test records a noisy one.
@@ -133,6 +163,8 @@ def make_trainer(
     attach(task.model, account)
     if plan.score is not None and rank == 0:
         trainer.covered = plan.score, Noise(keys.scores, secure=True)
+    if account.histogram is not None and rank == 0:
+        trainer.counted = account.histogram, Noise(keys.counts, secure=True)
     return trainer
 
 

@@ -158,7 +158,7 @@ def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[R
     try:
         checkpoint.read(where)
     except InputError:  # there is none
-        begun = begun_events(where, plan.event) if plan.private else ()
+        begun = begun_events(where, plan.planned) if plan.private else ()
         return train(plan, stop, data, earlier=begun)
     flags = {name: getattr(plan.settings, name) for name in ("device", "model", "seed")}
     return resume(where, flags, stop, data)

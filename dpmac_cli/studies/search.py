@@ -163,10 +163,10 @@ def secret_places(out: Path) -> list[Path]:
 
 
 def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
-    """Return what a whole trial does to training and test records: its steps and its score."""
+    """Return what a whole trial does to training and test records, in the order of its account."""
     if plan.score is None:
         raise ValueError("a trial needs a covered score: it decides which one is released")
-    return plan.event, plan.score
+    return (*plan.planned, plan.score)
 
 
 def plan_search(

@@ -8,13 +8,14 @@ for any class, such as the AUROC of a test set with a single class, is nan. See
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np, sklearn_metrics, special
+from dpmac_cli.tasks.calibration import Calibration, cell_count, cells, is_lost
 from dpmac_cli.tasks.task import (
     FROM_0,
     Compared,
@@ -180,7 +181,14 @@ def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
 @register_task("classification")
 @dataclass(frozen=True)
 class Classification(Task):
-    """One class per record. Targets are the numbers of classes, shape (records,)."""
+    """One class per record. Targets are the numbers of classes, shape (records,).
+
+    Attributes:
+        calibration: how outputs become probabilities; None for their softmax. It decides nothing:
+            equality of tasks does not see it.
+    """
+
+    calibration: Calibration | None = field(default=None, compare=False)
 
     of_record: ClassVar[str] = "one class"
     unknown: ClassVar[str] = "no class"
@@ -230,10 +238,53 @@ class Classification(Task):
         """Return the facts of the task in a model file; those of a subclass have its kind."""
         return super().facts | ({} if self.asked else {"target": None})
 
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the task with these :attr:`facts`, and a calibration if they have one."""
+        found = super().of_facts(facts)
+        kept = facts.get("calibration")
+        return found if kept is None else replace(found, calibration=Calibration(**kept))
+
+    @property
+    def calibrates(self) -> bool:
+        """Return whether it is not a task of a program."""
+        return type(self) is Classification
+
+    @property
+    def cell_count(self) -> int:
+        """Number of cells of the histogram of a calibration."""
+        return cell_count(self.outputs)
+
+    def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the cell of each record in the histogram of a calibration."""
+        return cells(outputs, targets)
+
+    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
+        """Return the task with the calibration that follows from noisy counts."""
+        return replace(self, calibration=Calibration.fitted(counts.reshape(-1, 2), noise))
+
+    @property
+    def calibration_facts(self) -> dict[str, Any] | None:
+        """Return the calibration as JSON values; None without one."""
+        return None if self.calibration is None else asdict(self.calibration)
+
+    def adjusted(self, outputs: Any) -> Any:
+        """Return calibrated outputs, of which probabilities are the softmax."""
+        return outputs if self.calibration is None else self.calibration.applied(outputs)
+
     @property
     def code(self) -> str:
-        """Python expression for the most probable class."""
+        """Python expression for the class that is decided on."""
         return "{}.argmax(1)"
+
+    @property
+    def probabilities_code(self) -> str:
+        """Python expression for calibrated probabilities of ``outputs``; "" without any."""
+        if self.calibration is None:
+            return ""
+        shift = [0.0] * (self.outputs - 1) + [self.calibration.intercept]
+        added = f" + torch.tensor({shift})" if any(shift) else ""
+        return f"({self.calibration.slope!r} * outputs{added}).softmax(1)"
 
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
         """Return classes that no test record has."""
@@ -243,21 +294,25 @@ class Classification(Task):
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return probabilities of the classes."""
         # Infinity is the largest number: softmax is not NaN.
-        probabilities = special.softmax(np.nan_to_num(outputs).astype(np.float64), 1)
+        known = self.adjusted(np.nan_to_num(outputs).astype(np.float64))
+        probabilities = special.softmax(known, 1)
         lost = np.isnan(outputs).any(1, keepdims=True)
         return np.where(lost, np.nan, probabilities).astype(np.float32)
 
     def chosen(self, outputs: Outputs) -> NDArray[np.int64]:
-        """Return the predicted classes of outputs, or of probabilities, shape (records,)."""
+        """Return the predicted classes of outputs, shape (records,).
+
+        A calibration does not change them.
+        """
         places: NDArray[np.int64] = outputs.argmax(1)
         return places
 
-    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
+    def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
         """Return the predicted class, "" if an output contains NaN, and probabilities."""
-        lost = (answers != answers).any(1)  # noqa: PLR0124  (NaN)
-        chosen = zip(lost, self.chosen(answers), strict=True)
+        lost = is_lost(outputs)
+        chosen = zip(lost, self.chosen(outputs), strict=True)
         predicted = ["" if bad else self.names[place] for bad, place in chosen]
-        probabilities = zip(self.names, answers.T, strict=True)
+        probabilities = zip(self.names, self.answers(outputs).T, strict=True)
         return {"predicted": predicted, **{f"p_{name}": part for name, part in probabilities}}
 
     def compared(

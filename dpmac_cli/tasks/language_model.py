@@ -82,9 +82,10 @@ class LanguageModel(Task):
         """Return the perplexity of each text."""
         return np.exp(outputs).astype(np.float32)
 
-    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
+    def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
         """Return the perplexity of each text; NaN if an output is."""
-        return {"perplexity": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
+        numbers = self.answers(outputs)[:, 0].tolist()
+        return {"perplexity": [float(f"{number:.7g}") for number in numbers]}
 
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None

@@ -181,9 +181,10 @@ class Regression(Task):
         """Return predicted numbers, on the scale of the target."""
         return self.decoded(outputs).astype(np.float32)
 
-    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
+    def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
         """Return predicted numbers; NaN if an output is."""
-        return {"predicted": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
+        numbers = self.answers(outputs)[:, 0].tolist()
+        return {"predicted": [float(f"{number:.7g}") for number in numbers]}
 
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None

@@ -177,6 +177,11 @@ class Task(ABC):
         return len(self.names)
 
     @property
+    def calibrates(self) -> bool:
+        """Return whether a noisy histogram of training records calibrates the task."""
+        return False
+
+    @property
     def headline(self) -> EvaluationMetric:
         """EvaluationMetric that is shown unless another is chosen."""
         return self.metrics[0]
@@ -219,6 +224,11 @@ class Task(ABC):
         """Python expression for what is predicted, with ``{}`` for the network's outputs."""
 
     @property
+    def probabilities_code(self) -> str:
+        """Python expression for calibrated probabilities of ``outputs``; "" if there are none."""
+        return ""
+
+    @property
     def width(self) -> float:
         """Largest value of the covered metric: of a record that is wrong in everything."""
         return 1.0
@@ -244,6 +254,39 @@ class Task(ABC):
             return outputs, np.arange(len(outputs)) % self.outputs
         return outputs, np.linspace(-1, 1, outputs.size, dtype=np.float32).reshape(shape)
 
+    def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the cell of each record in the histogram of a calibration, shape (records,).
+
+        It is -1 for a record that is in none, and depends on no other record.
+        """
+        raise ValueError(f"{self.kind} has no calibration")
+
+    @property
+    def cell_count(self) -> int:
+        """Number of cells of the histogram of a calibration."""
+        return 0
+
+    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
+        """Return the task with a calibration.
+
+        Args:
+            counts: noisy counts of cells, shape (cells,).
+            noise: standard deviation of the noise in each.
+        """
+        raise ValueError(f"{self.kind} has no calibration")
+
+    @property
+    def calibration_facts(self) -> dict[str, Any] | None:
+        """Return the calibration as JSON values; None without one."""
+        return None
+
+    def adjusted(self, outputs: Any) -> Any:
+        """Return outputs as the default loss takes them: calibrated ones, if they are.
+
+        ``outputs`` are an array or a tensor, shape (records, outputs).
+        """
+        return outputs
+
     @abstractmethod
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return what outputs mean, in their shape; NaN if one contains NaN.
@@ -252,8 +295,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
-        """Return the columns that ``dpmac predict`` writes for :meth:`answers`.
+    def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
+        """Return the columns that ``dpmac predict`` writes for outputs of a network.
 
         One of them is "predicted".
         """

@@ -191,18 +191,33 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
         return unaffected(model, like, size, own=True)
 
 
-def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
-    """Score every sample of a split; if they are ``covered``, none changes the score of another."""
+def outputs_of(
+    model: nn.Module, data: Data, split: Split, *, covered: bool = False
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield places in a split, and the logits of the samples there, until all are done.
+
+    If they are ``covered``, none changes the logits of another.
+    """
     shape = split.images.shape[1:]
     (size, *_) = places(ROWS, shape, ROWS)
     run = _alone(model, data, size.stop) if covered else None
     batches = list(places(len(split), shape, size.stop if covered else RECORDS))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
+    return zip(batches, outputs(model, inputs, run), strict=True)
+
+
+def on_cpu(logits: Tensor) -> Tensor:
+    """Return logits on the CPU in a dtype that NumPy has."""
+    return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
+
+
+def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
+    """Score every sample of a split; if they are ``covered``, none changes the score of another."""
     standard = build_loss(data.task.losses[0])
     kind = torch.promote_types(dtype_of(model), torch.float32)
     # Small tensors that stay between large ones that go would keep the memory of all of them.
     found, loss = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
-    for some, logits in zip(batches, outputs(model, inputs, run), strict=True):
-        loss += standard(logits, split.labels[some]).sum().item()
+    for some, logits in outputs_of(model, data, split, covered=covered):
+        loss += standard(data.task.adjusted(logits), split.labels[some]).sum().item()
         found[some] = logits
     return Evaluation(loss / len(split), found, split.labels.cpu(), data.task, split.units)

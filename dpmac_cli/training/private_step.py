@@ -19,7 +19,7 @@ from dpmac_cli.config.flags import unknown
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan as plan_run
 from dpmac_cli.config.records import Numbers
-from dpmac_cli.config.settings import RENAMED
+from dpmac_cli.config.settings import NO_CALIBRATION, RENAMED
 from dpmac_cli.config.sources import given_settings
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
@@ -156,6 +156,7 @@ class PrivateStep(PrivateProgram):
             "model": f"{type(model).__module__}:{type(model).__qualname__}",
             "batch_size": sampling.batch_size,
             "sampler": sampling.sampler,
+            "calibration": NO_CALIBRATION,
         }
         settings: dict[str, Any] = {**keywords, **named}
         before = tuple(event for account in earlier for event in account.own)

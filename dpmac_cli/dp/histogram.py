@@ -1,0 +1,96 @@
+"""A noisy histogram: one Gaussian mechanism on counts of records in the cells of a partition.
+
+Ranges, calibration, operating points and intervals follow from it by post-processing. It is here,
+beside the mechanism, because features and training both use it.
+
+A record is in at most one cell of each partition, so adding or removing one changes the counts of C
+partitions by at most sqrt(C) in the L2 norm. A unit with m records has weights 1/m, rounded down:
+together at most 1 in each partition, whether or not they are in one cell, and so again at most
+sqrt(C). ``1/sqrt(m)`` would not do: m records in one cell would count sqrt(m).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.dp.mechanism import SecureMechanism, ball
+from dpmac_cli.randomness.noise import SeededNormals
+
+#: Weights are multiples of one over this, so that the counts of 2^29 units are exact in float64.
+WHOLE = 1 << 24
+
+
+@dataclass(frozen=True)
+class NoisyHistogram:
+    """Counts of units in cells, with Gaussian noise. Nothing computed from it costs more.
+
+        account.begin(event)  # before the records are read
+        histogram = NoisyHistogram.release(cells, (10,), event, noise)
+
+    Attributes:
+        counts: counts with noise, float64, one array of shape (cells,) per partition.
+        noise: standard deviation of the noise in each count.
+    """
+
+    counts: tuple[NDArray[np.float64], ...]
+    noise: float
+
+    @classmethod
+    def release(
+        cls,
+        cells: NDArray[np.int64],
+        sizes: tuple[int, ...],
+        event: TrainingEvent,
+        noise: SeededNormals,
+        owners: NDArray[np.int64] | None = None,
+    ) -> "NoisyHistogram":
+        """Count records, and add noise on the grid of the secure mechanism.
+
+        Args:
+            cells: cell of each record in each partition, shape (records, partitions); -1 if it is
+                in none.
+            sizes: number of cells of each partition, which is public.
+            event: event of the histogram: see
+                :func:`~dpmac_cli.accounting.events.histogram_event`. It has begun.
+            noise: fresh random numbers, used only here.
+            owners: index of each record's unit of privacy, shape (records,); None if each record is
+                one.
+
+        Raises:
+            ValueError: the event is not that of a histogram, or there is no such cell.
+        """
+        if not event.histogram or cells.shape[1:] != (len(sizes),):
+            raise ValueError("not an event of a histogram, or not a cell for each partition")
+        weights = weights_of(owners, len(cells))
+        exact = [count(cells[:, k], size, weights) for k, size in enumerate(sizes)]
+        counts = torch.from_numpy(np.concatenate(exact))
+        sigma = event.noise_multiplier * math.sqrt(len(sizes))
+        # The grid divides the counts, so rounding to it adds nothing to the sensitivity.
+        mechanism = SecureMechanism(sigma, expected_batch=1)
+        noisy = mechanism.release(counts, ball(1.0, counts), noise).value.numpy()
+        return cls(tuple(np.split(noisy, np.cumsum(sizes)[:-1])), sigma)
+
+
+def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int64]:
+    """Return the weight of each record in multiples of 1 / WHOLE, shape (records,).
+
+    Those of a unit add up to at most WHOLE. A weight depends on the unit's own records only.
+    """
+    if owners is None:
+        return np.full(records, WHOLE)
+    sizes: NDArray[np.int64] = np.bincount(owners)[owners]
+    return WHOLE // sizes
+
+
+def count(cells: NDArray[np.int64], size: int, weights: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the sum of weights in each cell as a float64 number, exact, shape (size,)."""
+    inside = cells >= 0
+    if (cells >= size).any():
+        raise ValueError(f"there are {size} cells, from 0")
+    counts = np.zeros(size, np.int64)
+    np.add.at(counts, cells[inside], weights[inside])
+    return counts / WHOLE
