@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpmac_cli
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event
@@ -24,16 +25,18 @@ from dpmac_cli.config.plan import SHARE, Plan
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Split
+from dpmac_cli.randomness.keystream import STREAMS, make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import read_ledger
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.tasks.calibration import Calibration, cells, fitted
 from dpmac_cli.tasks.classification import Classification
-from tests.digits_runs import digits_config, report_of, run_trainer, train_digits
+from tests.digits_runs import SEED, digits_config, report_of, run_trainer, train_digits
 from tests.kinks import at_kinks
 from tests.typed import dpmac
 
@@ -313,6 +316,22 @@ def test_a_stored_histogram_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.promise("histogram")
+def test_the_noise_of_a_histogram_is_not_that_of_anything_else() -> None:
+    """With the same noise, the difference of a histogram and a step would be exact."""
+    plan = digits_config(**SHORT, seed=SEED)
+    keys = make_keys(SEED)
+    account = Account(event=plan.event, histogram=plan.histogram)
+    task = prepare(plan, torch.device("cpu"), keys)
+    trainer = make_trainer(plan, task, keys, account)
+    assert trainer.counted is not None
+    mine, like = trainer.counted[1].at(1), torch.empty(4, dtype=torch.float64)
+    found = mine.standard_normal(like)
+    for name in STREAMS:
+        other = Noise(getattr(keys, name), secure=True).at(1).standard_normal(like)
+        assert torch.equal(found, other) == (name == "counts"), name
+
+
+@pytest.mark.promise("histogram")
 def test_more_epochs_are_counted_and_charged_again() -> None:
     first = train_digits(**SHORT, out="run").report
     more = run.finish(run.resume("run", {"steps": "14", "out": "longer"})).report
@@ -339,8 +358,7 @@ def counted(trainer: Trainer, sigma: float = 0.01) -> NDArray[np.float64]:
     """The counts of a trainer with hardly any noise."""
     trainer.counted = histogram_event(sigma), Noise(bytes(32), secure=True)
     trainer.histogram, trainer.steps = None, trainer.state.step
-    assert trainer.calibrate()
-    assert not trainer.calibrate()
+    assert [trainer.calibrate(), trainer.calibrate()] == [True, False]
     assert isinstance(trainer.histogram, NoisyHistogram)
     return trainer.histogram.counts[0]
 
