@@ -30,6 +30,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Started, Update
+from dpmac_cli.tasks.operating_point import MOST_LIKELY
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric, percent_or_dash
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
@@ -214,6 +215,9 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     for other in METRICS.values():
         if other != chosen and (beside := _beside(test, other)):
             yield Text(f"test {other.title} {other.text(test[other.key])}{beside}")
+    if len(report["classes"]) == 2 and (sensitivity := test.get("sensitivity")):
+        both = zip(report["classes"], map(percent_or_dash, sensitivity), strict=True)
+        yield Text(f"test sensitivity {', '.join(f'{share} of {name}' for name, share in both)}")
     if scores:
         low, high = map(chosen.text, test["interval"])
         yield Text(
@@ -232,6 +236,9 @@ def summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
     privacy = report["privacy"]
     yield from score_lines(report, metric)
+    point = report["operating_point"]
+    if point and (privacy["covered_scores"] or point["asked"] != MOST_LIKELY):
+        yield Text(point["statement"])
     if privacy["private"]:
         yield Text.assemble(
             "privacy ",

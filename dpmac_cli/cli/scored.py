@@ -13,7 +13,7 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import ReplaceFile, Trained, command, faults_of_file
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.flags import OneOf, SomePath
-from dpmac_cli.config.settings import OWN_DATA, DataDir, Device, PrintJson, Quiet
+from dpmac_cli.config.settings import OWN_DATA, THRESHOLD, DataDir, Device, PrintJson, Quiet
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
@@ -92,6 +92,14 @@ Temperature = Annotated[
         description="Of the draws of these tokens; 0 for the most probable ones. [default: 1]",
     ),
 ]
+Threshold = Annotated[
+    str | None,
+    THRESHOLD,
+    Field(
+        description="Decision between two classes: balanced, a sensitivity for the last class, or "
+        "a probability of it. [default: that of the run]"
+    ),
+]
 #: Why an audit takes no dataset.
 GUESSES = "an audit scores guesses, not test samples"
 
@@ -146,6 +154,7 @@ def predict(
     id: IdColumn = None,
     length: Continuation = None,
     temperature: Temperature = None,
+    threshold: Threshold = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -176,6 +185,7 @@ def predict(
             id_column=id,
             length=length,
             temperature=temperature,
+            threshold=threshold,
         )
     found.write(out)
     if found.skipped.records:
@@ -232,6 +242,8 @@ def _show(scored: "Scored", json: bool) -> None:
     tables = [late.display.Cells("", columns, cells, bold=("value",))]
     if "confusion" in details:
         tables.append(late.display.cells_by_class(result.task.names, details))
+    if scored.point:
+        out.print(Text(scored.point))
     for table in tables:
         out.print(*late.display.as_tables(table, out.width), sep="\n")
     if card.is_file():

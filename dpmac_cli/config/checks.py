@@ -23,6 +23,7 @@ from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
+from dpmac_cli.tasks.operating_point import needs_histogram
 from dpmac_cli.tasks.task import FUNCTIONS, is_loss_of_a_task
 
 #: Fraction of the records from which a batch counts as most of them.
@@ -117,6 +118,17 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
 
 
 def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    task, asked = facts.task, settings.threshold
+    if asked is not None and (task.outputs != 2 or not task.calibrates):
+        yield (
+            f"{{threshold=}}{asked} is for two classes, but {facts.typed} has {task.described}. "
+            "Leave it out."
+        )
+    elif asked is not None and needs_histogram(asked) and settings.calibration != HISTOGRAM:
+        yield (
+            f"{{threshold=}}{asked} follows from a noisy histogram of the training records: add "
+            f"{{calibration=}}{HISTOGRAM}, or use a probability, such as {{threshold=}}0.3."
+        )
     if settings.calibration != HISTOGRAM:
         return
     if not facts.task.calibrates:
@@ -124,8 +136,9 @@ def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
             f"{{calibration=}}{HISTOGRAM} is for classes, but records of {facts.typed} have "
             f"{facts.task.of_record} each. Leave it out."
         )
-    if settings.canaries:
-        yield "{calibration} and {canaries} contradict each other: an audit has no use for both."
+    for name in ("canaries", "no_dp"):
+        if getattr(settings, name):
+            yield f"{{calibration=}}{HISTOGRAM} is not for {{{name}}}. Leave one of them out."
 
 
 def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:

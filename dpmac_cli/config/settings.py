@@ -26,6 +26,7 @@ from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.language_model import NETWORK
+from dpmac_cli.tasks.operating_point import BALANCED_POINT, is_point
 from dpmac_cli.tasks.task import ASKED, CHOSEN, LOSSES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
@@ -42,6 +43,8 @@ RENAMED: Mapping[str, str] = {
     "num_epochs": "epochs",
     "max_physical_batch_size": "physical_batch",
 }
+#: Operating points of two classes.
+THRESHOLD = OneOf((BALANCED_POINT,), (is_point, "sensitivity=0.9, or a probability such as 0.3"))
 #: Settings that contradict each other, and why. Those without a reason are ways to say the same: a
 #: flag replaces a file's setting.
 NOT_BOTH: NotBoth = {
@@ -52,7 +55,6 @@ NOT_BOTH: NotBoth = {
     ("backbone", "features"): "a network takes only one of them",
     ("schema", "feature_range"): "a schema declares the range of every column",
     ("schema", "classes"): "a schema declares the classes",
-    ("no_dp", "calibration"): "only private runs are calibrated",
     ("no_dp", "secure"): "without noise there is nothing to secure",
     ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
     ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",
@@ -350,6 +352,9 @@ class Settings(Priced, frozen=True):
     ] = None
     """Public shares of the classes among the records, such as 0.94,0.06: what is known of them, not
     counted in these records."""
+    threshold: Annotated[str | None, THRESHOLD] = None
+    """Decision between two classes: balanced, a sensitivity for the last class, or a probability of
+    it. It costs no epsilon. [default: the largest output of the network]"""
     canaries: Annotated[
         int | None,
         Field(ge=2, le=1000000),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
-from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.settings import THRESHOLD, Settings
 from dpmac_cli.data.arrays import inputs_of, inputs_shape
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
@@ -47,7 +47,8 @@ from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 class Scored:
     """Results of a model file on every test sample.
 
-    ``covered``: its run released scores with noise. ``held_out``: there was no test set.
+    ``covered``: its run released scores with noise. ``held_out``: there was no test set. ``point``:
+    what decides between two classes, in sentences.
     """
 
     result: Evaluation
@@ -55,6 +56,7 @@ class Scored:
     path: Path
     covered: bool = False
     held_out: bool = False
+    point: str = ""
 
 
 def score(
@@ -97,6 +99,7 @@ def score(
         path=file,
         covered=facts.privacy.covered_scores is not None,
         held_out=known.held_out,
+        point="" if facts.operating_point is None else facts.operating_point.statement,
     )
 
 
@@ -317,6 +320,7 @@ def predict(
     id_column: str | None = None,
     length: int | None = None,
     temperature: float | None = None,
+    threshold: str | float | None = None,
 ) -> Predictions:
     """Predict the classes or numbers of new records, or continue texts.
 
@@ -333,6 +337,8 @@ def predict(
         id_column: column of a table to keep beside each record; by default ``id``.
         length: number of tokens to add to a text; by default 50.
         temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
+        threshold: operating point of two classes: "balanced", "sensitivity=0.9" or a probability;
+            by default that of the model.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -340,6 +346,7 @@ def predict(
     """
     where = choose_device(device)
     released = load_model(run, where, factory=factory, network=network, public=public)
+    task = _at(released, threshold)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
@@ -348,7 +355,22 @@ def predict(
     inputs = partial(_inputs, x, released.header.input, where)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
-    return Predictions(found, released.header.task, names, ids, reading.left_out, texts)
+    return Predictions(found, task, names, ids, reading.left_out, texts)
+
+
+def _at(released: Released, threshold: str | float | None) -> Task:
+    """Return the task of a model, at another operating point if there is one. Raises InputError."""
+    task = released.header.task
+    if threshold is None:
+        return task
+    asked = str(threshold)
+    try:
+        THRESHOLD.check(asked)
+        return task.at(asked)
+    except ValueError as failure:
+        raise InputError(
+            f"{{threshold=}}{asked} does not fit {released.path}: {failure}."
+        ) from failure
 
 
 #: Tokens that a language model adds to a text by default.

@@ -113,7 +113,15 @@ def public_facts(session: Session) -> report.Facts:
         statement=nist_statement(run) if plan.private else None,
         audit=audited,
         calibration=_calibration(session.trainer.task, run),
+        operating_point=_operating_point(session.trainer.task, guarantee.epsilon),
     )
+
+
+def _operating_point(task: Task, epsilon: float | None) -> report.OperatingPoint | None:
+    """Return what decides between two classes; None where nothing was counted or asked for."""
+    if (found := task.point_facts(epsilon or math.inf)) is None:
+        return None
+    return report.OperatingPoint(**found)
 
 
 def _calibration(task: Task, run: DescribedRun) -> report.Calibration | None:

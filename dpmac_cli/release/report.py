@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from dpmac_cli.accounting.events import MOST_COUNT, Count, Steps, TrainingEvent
+from dpmac_cli.accounting.risk import Share
 from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.records import MOST_NUMBER, AnyNumber, AnyRecords
 from dpmac_cli.errors import InputError, first_fault
@@ -135,6 +136,22 @@ class Calibration(Said):
     """Standard deviation of the noise in each count."""
 
 
+class OperatingPoint(Said):
+    """Decision between two classes: the last one is said above these log-odds of the network."""
+
+    asked: PrintableText
+    """What was asked for (--threshold): most-likely, balanced, a sensitivity or a probability."""
+    log_odds: AnyNumber
+    """Difference of the outputs of the network, the last minus the first."""
+    sensitivity: Share | None
+    """Share of the last class that is found, by the noisy histogram of the training records. Null
+    without one."""
+    specificity: Share | None
+    """Share of the first class that is found, by the same."""
+    share: Share | None
+    """Share of the last class among the training records, by the same."""
+
+
 class Audit(Said):
     """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
 
@@ -208,6 +225,8 @@ class Facts(Part):
     are in audit.json."""
     calibration: Calibration | None = None
     """How outputs become probabilities. Null if they are the softmax of the outputs."""
+    operating_point: OperatingPoint | None = None
+    """What decides between two classes. Null for more, and without calibration or --threshold."""
 
     @property
     def task(self) -> Task:
@@ -215,7 +234,10 @@ class Facts(Part):
         target = None if self.target is None else self.target.model_dump()
         found = self.calibration
         kept = None if found is None else found.model_dump(exclude={"statement"})
-        return task_of({"classes": self.classes, "target": target, "calibration": kept})
+        at = self.operating_point
+        point = None if at is None else at.model_dump(include={"asked", "log_odds"})
+        known = {"classes": self.classes, "target": target, "calibration": kept, "point": point}
+        return task_of(known)
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
@@ -228,6 +250,8 @@ class Facts(Part):
         found, cells = self.calibration, cell_count(len(self.classes))
         if found is not None and (self.target is not None or 2 * len(found.counts) != cells):
             raise ValueError("the calibration is not that of the classes")
+        if self.operating_point is not None and len(self.classes) != 2:
+            raise ValueError("an operating point without two classes")
         return self
 
     @property

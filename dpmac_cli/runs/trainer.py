@@ -22,6 +22,7 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.tasks.operating_point import needs_histogram
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.calibration import training_histogram
 from dpmac_cli.training.canaries import Canaries
@@ -55,10 +56,13 @@ class Trainer(Step):
 
     @property
     def task(self) -> Task:
-        """Return the task, calibrated once the histogram was released."""
-        if (found := self.histogram) is None:
-            return self.data.task
-        return self.data.task.calibrated(found.counts[0], found.noise)
+        """Return the task, calibrated and at its operating point once the histogram is there."""
+        task, found, asked = self.data.task, self.histogram, self.plan.settings.threshold
+        if found is not None:
+            task = task.calibrated(found.counts[0], found.noise)
+        if asked is None or (found is None and needs_histogram(asked)):
+            return task
+        return task.at(asked)
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:

@@ -51,7 +51,7 @@ SEARCHED: Fields = {
     name: field
     for name, field in SETTINGS.items()
     if GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
-    and name not in ("dataset", "recipe", "class_weights", "shares")
+    and name not in ("dataset", "recipe", "class_weights", "shares", "threshold")
     and not is_switch(field)
 }
 

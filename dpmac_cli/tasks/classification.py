@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np, sklearn_metrics, special
-from dpmac_cli.tasks.calibration import Calibration, cell_count, cells, is_lost
+from dpmac_cli.tasks.calibration import Calibration, cell_count, cells, is_lost, log_odds
+from dpmac_cli.tasks.operating_point import MOST_LIKELY, OperatingPoint, describe
 from dpmac_cli.tasks.task import (
     FROM_0,
     Compared,
@@ -184,11 +185,14 @@ class Classification(Task):
     """One class per record. Targets are the numbers of classes, shape (records,).
 
     Attributes:
-        calibration: how outputs become probabilities; None for their softmax. It decides nothing:
-            equality of tasks does not see it.
+        calibration: how outputs become probabilities; None for their softmax. It decides nothing.
+        point: what decides between two classes; None for the largest output.
+
+    Equality of tasks sees neither.
     """
 
     calibration: Calibration | None = field(default=None, compare=False)
+    point: OperatingPoint | None = field(default=None, compare=False)
 
     of_record: ClassVar[str] = "one class"
     unknown: ClassVar[str] = "no class"
@@ -242,8 +246,10 @@ class Classification(Task):
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, and a calibration if they have one."""
         found = super().of_facts(facts)
-        kept = facts.get("calibration")
-        return found if kept is None else replace(found, calibration=Calibration(**kept))
+        kept, point = facts.get("calibration"), facts.get("point")
+        calibration = None if kept is None else Calibration(**kept)
+        decided = None if point is None else OperatingPoint(**point)
+        return replace(found, calibration=calibration, point=decided)
 
     @property
     def calibrates(self) -> bool:
@@ -263,10 +269,26 @@ class Classification(Task):
         """Return the task with the calibration that follows from noisy counts."""
         return replace(self, calibration=Calibration.fitted(counts.reshape(-1, 2), noise))
 
+    def at(self, threshold: str) -> Self:
+        """Return the task with an operating point.
+
+        Raises ValueError if it does not have two classes, or needs a calibration and has none.
+        """
+        if self.outputs != 2:
+            raise ValueError(f"a threshold is for two classes, not {self.outputs}")
+        return replace(self, point=OperatingPoint.of(threshold, self.calibration))
+
     @property
     def calibration_facts(self) -> dict[str, Any] | None:
         """Return the calibration as JSON values; None without one."""
         return None if self.calibration is None else asdict(self.calibration)
+
+    def point_facts(self, epsilon: float) -> dict[str, Any] | None:
+        """Return the operating point of two classes as JSON values; None without one."""
+        if self.outputs != 2 or (self.calibration is None and self.point is None):
+            return None
+        point = self.point or OperatingPoint(MOST_LIKELY, 0.0)
+        return describe(point, self.calibration, self.names, epsilon)
 
     def adjusted(self, outputs: Any) -> Any:
         """Return calibrated outputs, of which probabilities are the softmax."""
@@ -275,7 +297,9 @@ class Classification(Task):
     @property
     def code(self) -> str:
         """Python expression for the class that is decided on."""
-        return "{}.argmax(1)"
+        if self.point is None or self.point.log_odds == 0:
+            return "{}.argmax(1)"
+        return f"{{}}.diff(dim=1).gt({self.point.log_odds!r}).long().squeeze(1)"
 
     @property
     def probabilities_code(self) -> str:
@@ -304,6 +328,8 @@ class Classification(Task):
 
         A calibration does not change them.
         """
+        if self.point is not None:
+            return (log_odds(outputs) > self.point.log_odds).astype(np.int64)
         places: NDArray[np.int64] = outputs.argmax(1)
         return places
 
@@ -366,10 +392,13 @@ class Classification(Task):
             )
             if not ranks(of):
                 return said, True
+            way = "compare them with your own threshold (dpmac predict)"
+            if self._can_balance:
+                way = "decide between them with dpmac predict --threshold balanced"
             return (
                 f"{said} Its probabilities do tell the classes apart (AUROC "
-                f"{percent_or_dash(auroc(of))}): compare them with a threshold of your "
-                "own (dpmac predict), or give rare classes more weight (--class-weights).",
+                f"{percent_or_dash(auroc(of))}): {way}, or give rare classes more weight "
+                "(--class-weights).",
                 False,
             )
         if not rare:
@@ -377,9 +406,14 @@ class Classification(Task):
         return (
             f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
             f"accuracy {percent_or_dash(balanced_accuracy(of))}. --class-weights can give such "
-            "classes more weight.",
+            f"classes more weight{', and --threshold balanced decides' * self._can_balance}.",
             False,
         )
+
+    @property
+    def _can_balance(self) -> bool:
+        """Return whether the model can decide at a balanced operating point instead."""
+        return self.outputs == 2 and self.calibration is not None
 
 
 def ranks(of: Compared) -> bool:

@@ -275,9 +275,20 @@ class Task(ABC):
         """
         raise ValueError(f"{self.kind} has no calibration")
 
+    def at(self, threshold: str) -> Self:
+        """Return the task with an operating point. Raises ValueError if it has none."""
+        raise ValueError(f"{self.kind} has no operating points")
+
     @property
     def calibration_facts(self) -> dict[str, Any] | None:
         """Return the calibration as JSON values; None without one."""
+        return None
+
+    def point_facts(self, epsilon: float) -> dict[str, Any] | None:
+        """Return the operating point as JSON values, with a statement; None without one.
+
+        ``epsilon`` is that of the run, which says how many records are enough for it.
+        """
         return None
 
     def adjusted(self, outputs: Any) -> Any:

@@ -267,7 +267,7 @@ def test_a_classifier_that_ranks_is_not_said_to_have_learned_nothing(no_dp: bool
     """It never says "yes", and its probabilities tell most of those who are."""
     ranked = classified([0.1, 0.1, 0.3, 0.4] * 100, [0, 0, 1, 0] * 100)
     text = shown_of(ranked, no_dp=no_dp)
-    assert "(AUROC 66.67%): compare them with a threshold of your own" in text
+    assert "(AUROC 66.67%): compare them with your own threshold" in text
     assert "noise" not in text.partition("note: 300 of 400")[2]
 
 

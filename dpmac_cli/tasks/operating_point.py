@@ -1,0 +1,174 @@
+"""Operating points of two classes: the log-odds above which a network says the last one.
+
+A point is asked for as "balanced", "sensitivity=0.9" or a probability, such as "0.3". It follows
+from the noisy histogram of a calibration, so it costs nothing more.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpmac_cli.libraries import np, special
+from dpmac_cli.tasks.calibration import SIGNED_EDGES, Calibration
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Counts = NDArray[np.float64]
+
+#: Names of operating points: that of the network as it was trained, and the best mean of
+#: sensitivity and specificity.
+MOST_LIKELY, BALANCED_POINT = "most-likely", "balanced"
+#: Texts of a probability, and of a sensitivity, between 0 and 1.
+PROBABILITY = re.compile(r"0?\.[0-9]*[1-9][0-9]*")
+SENSITIVITY = re.compile(rf"sensitivity=({PROBABILITY.pattern})")
+#: Edges of all bins, the outer ones with an end.
+ENDS = (-2 * SIGNED_EDGES[-1], *SIGNED_EDGES, 2 * SIGNED_EDGES[-1])
+#: Shares of the classes are at least this.
+LEAST_SHARE = 0.001
+#: Times that the noise is drawn again for an interval, with a public seed.
+DRAWS = 400
+#: Records of the last class times epsilon below which a sensitivity is uncertain.
+ENOUGH = 2500
+
+
+def is_point(text: str) -> bool:
+    """Return whether a text asks for an operating point besides the named ones."""
+    return bool(PROBABILITY.fullmatch(text) or SENSITIVITY.fullmatch(text))
+
+
+def needs_histogram(asked: str) -> bool:
+    """Return whether an operating point follows from a histogram only."""
+    return not PROBABILITY.fullmatch(asked) and asked != MOST_LIKELY
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """Decision of a network with two classes.
+
+    Attributes:
+        asked: what was asked for.
+        log_odds: log-odds of the last class, by the outputs of the network as they are, above which
+            it is said.
+    """
+
+    asked: str
+    log_odds: float
+
+    @classmethod
+    def of(cls, asked: str, calibration: Calibration | None) -> OperatingPoint:
+        """Return the point that was asked for. Raises ValueError if it needs a calibration."""
+        if asked == MOST_LIKELY:
+            return cls(asked, 0.0)
+        if PROBABILITY.fullmatch(asked):
+            slope, intercept = _line(calibration)
+            return cls(asked, (float(special.logit(float(asked))) - intercept) / slope)
+        if calibration is None:
+            raise ValueError(f"{asked} needs a calibration")
+        if (found := SENSITIVITY.fullmatch(asked)) is not None:
+            return cls(asked, _at_sensitivity(_known(calibration), float(found[1])))
+        share = _shares(_known(calibration))[1]
+        odds = (float(special.logit(share)) - calibration.intercept) / calibration.slope
+        return cls(asked, odds)
+
+    def probability(self, calibration: Calibration | None) -> float:
+        """Return the probability of the last class above which it is said."""
+        slope, intercept = _line(calibration)
+        return float(special.expit(slope * self.log_odds + intercept))
+
+    def rates(self, calibration: Calibration) -> tuple[float, float]:
+        """Return sensitivity and specificity for the last class, by the noisy histogram."""
+        counts = _known(calibration)
+        below = [_share_below(counts[:, label], self.log_odds) for label in (0, 1)]
+        return 1 - below[1], below[0]
+
+    def interval(self, calibration: Calibration) -> tuple[float, float]:
+        """Return a 95% interval of the sensitivity, because of the noise of the histogram."""
+        counts, drawn = _known(calibration), np.random.default_rng(0)
+        found = list[float]()
+        for _ in range(DRAWS):
+            again = (counts + calibration.noise * drawn.standard_normal(counts.shape)).clip(0)
+            point = self.log_odds
+            if (asked := SENSITIVITY.fullmatch(self.asked)) is not None:
+                point = _at_sensitivity(again, float(asked[1]))
+                found.append(1 - _share_below(counts[:, 1], point))
+            else:
+                found.append(1 - _share_below(again[:, 1], point))
+        low, high = np.quantile(found, [0.025, 0.975])
+        return float(low), float(high)
+
+
+def describe(
+    point: OperatingPoint, calibration: Calibration | None, names: Sequence[str], epsilon: float
+) -> dict[str, Any]:
+    """Return an operating point as JSON values of a report.
+
+    Args:
+        point: the point in use.
+        calibration: what it follows from; None for a probability without one.
+        names: names of the two classes.
+        epsilon: that of the run.
+    """
+    said = (
+        f"It says {names[1]} above a probability of {point.probability(calibration):.3f} "
+        f"(--threshold {point.asked})."
+    )
+    found: dict[str, Any] = {"asked": point.asked, "log_odds": point.log_odds}
+    if calibration is None:
+        unknown = dict.fromkeys(("sensitivity", "specificity", "share"))
+        return {**found, **unknown, "statement": said}
+    counts, (sensitivity, specificity) = _known(calibration), point.rates(calibration)
+    (low, high), share = point.interval(calibration), _shares(counts)[1]
+    said += (
+        f" By the noisy histogram of the training records, its sensitivity is {sensitivity:.1%} "
+        f"({low:.1%} to {high:.1%}, because of the noise) and its specificity {specificity:.1%}; "
+        f"{max(share, 1 - share):.1%} of the records are {names[share > 0.5]}."
+    )
+    few = float(counts[:, 1].sum()) * epsilon < ENOUGH
+    if few and SENSITIVITY.fullmatch(point.asked):
+        said += (
+            f" There are few records of {names[1]} for a sensitivity at this epsilon: some "
+            f"{ENOUGH / epsilon:,.0f} are enough."
+        )
+    rates = {"sensitivity": sensitivity, "specificity": specificity, "share": share}
+    return {**found, **rates, "statement": said}
+
+
+def _line(calibration: Calibration | None) -> tuple[float, float]:
+    """Return slope and intercept; 1 and 0 without a calibration."""
+    return (1.0, 0.0) if calibration is None else (calibration.slope, calibration.intercept)
+
+
+def _known(calibration: Calibration) -> Counts:
+    """Return counts of records, none of which is negative, shape (bins, 2)."""
+    return np.array(calibration.counts).clip(0)
+
+
+def _shares(counts: Counts) -> tuple[float, float]:
+    """Return the shares of the two classes."""
+    total = float(counts.sum())
+    share = float(counts[:, 1].sum()) / total if total > 0 else 0.5
+    share = min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
+    return 1 - share, share
+
+
+def _share_below(counts: Counts, odds: float) -> float:
+    """Return the share of records, shape (bins,), at or below log-odds: evenly spread in a bin."""
+    total = float(counts.sum())
+    if total <= 0:
+        return 0.5
+    return float(np.interp(odds, ENDS, np.append(0.0, np.cumsum(counts)) / total))
+
+
+def _at_sensitivity(counts: Counts, sensitivity: float) -> float:
+    """Return the log-odds above which this share of the last class is."""
+    total = float(counts[:, 1].sum())
+    if total <= 0:
+        return 0.0
+    below = np.append(0.0, np.cumsum(counts[:, 1])) / total
+    found = float(np.interp(1 - sensitivity, below, ENDS))
+    return found if math.isfinite(found) else 0.0
