@@ -36,7 +36,9 @@ def clinic(records: int) -> dpmac_cli.ArrayData:
     return dpmac_cli.ArrayData(*patients(records), *test, classes=NAMES, low=0, high=1)
 
 
-def train(out: str, records: int = 3000, epsilon: float = 3.0, **settings: Any) -> dict[str, Any]:
+def train(
+    out: str, records: int = 3000, epsilon: float | None = 3.0, **settings: Any
+) -> dict[str, Any]:
     """The report of a run on patients."""
     given = {"epsilon": epsilon, "seed": 0, "out": out, "model": "linear", **settings}
     return run.finish(run.train(resolve(dataset=clinic(records), **given))).report
