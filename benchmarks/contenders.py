@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config.datasets import DATASETS, Dataset
 from dpmac_cli.config.networks import MODELS
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
@@ -32,7 +33,7 @@ from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
@@ -310,9 +311,12 @@ def ours(
         )
         noise = Noise(keys.noise, secure=secure)
     model = size.build().to(data.gain.device)
+    event, processes = config.event.first(10**6), ranks or Ranks()
+    count = places_of(event, len(data.train), config.settings.delta, processes.size)
+    places = RandomPlaces(keys.layers, count, processes.rank)
     with full_float32():
         trainer = Trainer(
-            DataSum(model, data, config, mechanism.expected_batch, None),
+            DataSum(model, data, config, mechanism.expected_batch, None, places),
             plan=config,
             steps=10**6,
             mechanism=mechanism,

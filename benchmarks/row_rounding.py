@@ -1,9 +1,11 @@
-"""Find layers whose rows are rounded by other rows, and check how dpmac runs them.
+"""Find layers whose rows are rounded by other rows or their place, and check how dpmac runs them.
 
 Each layer is run on copies of a few random rows. ``plain`` lists the numbers of rows with which
-equal rows differ, among themselves or from those of the largest number; ``manner`` is how dpmac
-runs the layer, from a trial with a few numbers; ``left`` are the numbers with which rows still
-differ. Sets of instructions are forced in processes of their own:
+equal rows differ, among themselves or from those of the largest number; ``runs`` is how dpmac runs
+the layer, from a trial with a few numbers: by torch, by oneDNN, or with random places of records;
+``left`` are the numbers with which rows still differ, without random places. ``others`` is whether
+a row changes at its place when all other rows do: it never should. Sets of instructions are forced
+in processes of their own:
 
     python benchmarks/row_rounding.py --out docs/data/row_rounding.json
 """
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from dpmac_cli.dp.clipping.batch_invariance import (
     PERIOD,
     TRIED,
-    RowFilling,
-    find_filling,
+    chunks_alike,
+    rows_of,
     some_numbers,
 )
+from dpmac_cli.dp.clipping.matmul import RowProducts
+from dpmac_cli.dp.clipping.order_of_sums import BLOCK, Elementwise
 
 #: Largest number of rows.
 MOST = 160
@@ -105,27 +110,48 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     base = torch.randn(TRIED, *shape)
     all_numbers = sorted({*range(16, 36), *range(37, MOST, 11), *some_numbers(MOST)}, reverse=True)
 
-    def run(x: Tensor) -> Tensor:
-        with torch.enable_grad():
+    def run(x: Tensor, by_rows: bool = False) -> Tensor:
+        with torch.enable_grad(), RowProducts() if by_rows else nullcontext():
             result: Tensor = network(x)
             return result
 
     def rows(n: int) -> Tensor:
         return base[:PERIOD].repeat(-(-n // PERIOD), *[1] * len(shape))[:n]
 
-    def odd(manner: RowFilling) -> list[int]:
-        numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)
-        first = run(rows(numbers[0]))[:PERIOD].detach()
-        found = {n: run(rows(n)).detach() for n in numbers}
+    def odd(by_rows: bool, block: int) -> list[int]:
+        numbers = sorted({rows_of(n, MOST, block) for n in all_numbers}, reverse=True)
+        first = run(rows(numbers[0]), by_rows)[:PERIOD].detach()
+        found = {n: run(rows(n), by_rows).detach() for n in numbers}
         return [
             n for n, out in found.items() if not torch.equal(out, first[torch.arange(n) % PERIOD])
         ]
 
-    manner = find_filling(run, base, MOST)
-    result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(RowFilling())}
-    if manner is None:
-        return result | {"alone": True}
-    return result | {"full": manner.full, "left": odd(manner)}
+    with Elementwise() as elementwise:
+        run(base[:17])
+    result = {
+        "layer": name,
+        "threads": threads,
+        "plain": odd(False, 1),
+        "others": sees_others(run, rows(MOST)),
+    }
+    block = BLOCK if elementwise.ends else 1
+    for by_rows in (False, True):
+        if chunks_alike(partial(run, by_rows=by_rows), base, MOST, block):
+            how = "oneDNN" if by_rows else "torch"
+            return result | {"runs": how, "left": odd(by_rows, block)}
+    return result | {"runs": "random places", "left": []}
+
+
+def sees_others(run: Callable[[Tensor], Tensor], rows: Tensor) -> bool:
+    """Return whether a row's result changes at its place when all other rows are replaced."""
+    expected = run(rows).detach()
+    for other in (1e4, torch.nan, torch.inf):
+        for place in range(0, len(rows), 9):
+            replaced = other * torch.randn_like(rows)
+            replaced[place] = rows[place]
+            if not run(replaced)[place].detach().equal(expected[place]):
+                return True
+    return False
 
 
 def main(given: list[str] | None = None) -> None:

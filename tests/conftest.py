@@ -184,7 +184,7 @@ def _rows_tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         if not all(type(m).__module__.startswith(KNOWN) for m in modules):
             return tried(sums, run, base)
         shapes = [(*x.shape, x.dtype, x.device) for x in tensors_in(base)]
-        of = sums.per_sample.views, sums.per_sample._by_row, sums.theta.dtype, sums.chunk
+        of = sums.per_sample.views, sums.per_sample.by_rows, sums.theta.dtype, sums.chunk
         hooks = sum(len(m._forward_hooks) for m in modules)
         key = repr((repr(sums.model), hooks, of, shapes, torch.get_num_threads()))
         if key not in TRIED:

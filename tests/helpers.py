@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.facts import DataFacts, InMemoryData, PrivateNotes, published_facts
@@ -39,7 +40,7 @@ from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
+from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces, Sampler
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.canaries import Canaries
@@ -266,9 +267,14 @@ def make_trainer(
     plan = replace(plan, optimizer=optimizer_of(name, **hyper))
     rate = min(1.0, batch / records)
     event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6)
+    ranks_of = ranks or Ranks()
+    count = places_of(event, records, plan.settings.delta, ranks_of.size)
+    places = RandomPlaces(keys.layers, count, ranks_of.rank)
     with full_float32():
         return Trainer(
-            DataSum(model or tiny_model(dtype), data, plan, mechanism.expected_batch, layers),
+            DataSum(
+                model or tiny_model(dtype), data, plan, mechanism.expected_batch, layers, places
+            ),
             plan=plan,
             steps=plan.event.steps,
             mechanism=mechanism,

@@ -216,8 +216,9 @@ def too_many(
     """
     whole, tried, sizes = trainer.sums.clipped_sum.of, itertools.count(), []
 
-    def of(x: Tensor, y: Tensor, metric: RegionMetric, out: Tensor, samples: int) -> None:
-        whole(x, y, metric, out, samples)
+    def of(x: Tensor, y: Tensor, metric: RegionMetric, out: Tensor, counted: Tensor) -> None:
+        whole(x, y, metric, out, counted)
+        samples = int(counted.sum())
         if samples > most(next(tried)):
             out.fill_(torch.nan)
             raise fault()

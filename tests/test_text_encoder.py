@@ -22,7 +22,7 @@ from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.networks import PARTS, Trained
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.writing import WRITTEN
-from dpmac_cli.dp.clipping.batch_invariance import fill_rows
+from dpmac_cli.dp.clipping.batch_invariance import fill_rows, rows_of
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.features import texts as text_features
 from dpmac_cli.features.frozen import WithHead
@@ -391,7 +391,7 @@ def test_no_record_rounds_another(part: str) -> None:
     for order in orders:
         found = torch.empty(len(x)).fill_(torch.nan)
         for rows in torch.split(order, sums.chunk):
-            filled = fill_rows(rows, sums.filling.rows(len(rows), sums.chunk))
+            filled = fill_rows(rows, rows_of(len(rows), sums.chunk, sums._block))
             found[rows] = sums.per_sample(x[filled], y[filled])[0][: len(rows)]
         outputs.append(found)
     assert torch.equal(outputs[0], outputs[1])

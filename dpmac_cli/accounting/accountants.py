@@ -23,6 +23,7 @@ from dpmac_cli.accounting.events import (
     by_records,
     merged,
 )
+from dpmac_cli.accounting.places import OVERFLOW
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import (
     dp_accounting,
@@ -45,7 +46,8 @@ FINE_FROM_SIGMA = 0.4
 POINTS = 400_000  # grid points of one composition: more take too much time and memory
 BLOCK = 300
 #: Bound on what rounding takes from delta, per composition, and from a Renyi divergence over its
-#: order. Closed forms show at most 4e-17 and 3e-17 (docs/accounting.md).
+#: order. Closed forms show at most 4e-17 and 3e-17 (docs/accounting.md). Of what is taken from
+#: delta, half is for steps with more records than places (:mod:`.places`).
 ROUNDING = 1e-15
 #: Deltas below this many times the least one are also bounded by RDP, which can be tighter there.
 NEAR = 100
@@ -170,10 +172,13 @@ def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
         math.sqrt(0.5 / ROUNDING / sum(e.compositions for e in parts))
     )
     done = dp_accounting.ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
+    kept = delta * (1 - OVERFLOW * sum(e.compositions for e in parts))
+    if kept <= 0:
+        return math.inf
     # It leaves out the orders at which a series does not converge, with a warning each time.
     with _only_errors(logging.getLogger("absl")):
         by_rdp.compose(done)
-        return float(by_rdp.get_epsilon(delta))
+        return float(by_rdp.get_epsilon(kept))
 
 
 @contextlib.contextmanager

@@ -114,6 +114,36 @@ class KeyedSampler:
         return self._kind(self._size, self._keys.at(place))
 
 
+#: Lane of the key stream of layers that places come from, at the first rank.
+PLACES = 1 << 31
+
+
+class RandomPlaces:
+    """Places of a step's records, drawn without replacement, a function of the key and the step.
+
+    Args:
+        key: secret key, such as that of the layers.
+        count: public number of places: see :func:`dpmac_cli.accounting.places.places_of`.
+        rank: rank of this process, which has places of its own.
+    """
+
+    def __init__(self, key: bytes, count: int, rank: int = 0) -> None:
+        self._keys, self._lane, self.count = KeyStream(key), PLACES + rank, count
+
+    def draw(self, step: int, places: int) -> Indices:
+        """Return all of a number of places in random order; shape (places,).
+
+        Any record could have any of the others' places: if two words are equal, all are drawn
+        again.
+        """
+        stretch = self._keys.at(step, self._lane)
+        while True:
+            words = stretch.generate_state(places, np.uint64)
+            order = np.argsort(words)
+            if (np.diff(words[order]) > 0).all():
+                return order
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSampling:
     """Batches of about B of n records: the base of :class:`Poisson` and others.

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.dp.clipping.batch_invariance import TRIED, find_filling
-from dpmac_cli.dp.clipping.per_sample import BY_ROW
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike
 from dpmac_cli.dp.precision import Arithmetic, full_float32
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import cache_folder, data_folder
@@ -28,6 +27,11 @@ KERNEL_VARIABLES = (
 UNRELATED = (
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
     "TORCH_CPP_LOG_LEVEL",
+)
+#: Note for products that are rounded by the place of a row.
+RANDOM_PLACES = (
+    "On this device, products by torch are rounded by the place of a record in a batch. Where a "
+    "network needs them, the records of each step have random places. This is slower."
 )
 #: Capacity of the chunks of a trial.
 CHUNK = 112
@@ -82,8 +86,8 @@ def environment() -> dict[str, Any]:
 def facts() -> dict[str, Any]:
     """Return what a bug report needs: the environment, devices, folders, and fallbacks by dtype.
 
-    Values are JSON values. Fallbacks are the notes of a trial of a tiny network: how its layers
-    must run so that no record's result is rounded by the others, or None.
+    Values are JSON values. Fallbacks are the notes of a trial of a tiny network: what is done so
+    that no record's result is rounded by the others, or None.
     """
     device = choose_device("auto")
     return {
@@ -111,8 +115,7 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
         result: Tensor = network(x)
         return result
 
-    manner = find_filling(run, base, CHUNK)
-    return BY_ROW if manner is None else manner.note
+    return None if device.type == "cpu" and chunks_alike(run, base, CHUNK) else RANDOM_PLACES
 
 
 def _processor() -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.losses import Loss, check_loss
@@ -20,7 +21,7 @@ from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.tasks.operating_point import needs_histogram
 from dpmac_cli.tasks.task import Task
@@ -147,25 +148,30 @@ def make_trainer(
     if loss is not None and not plan.settings.isolate:
         outputs, labels = map(torch.from_numpy, plan.facts.task.examples())
         check_loss(loss, outputs.to(device), labels.to(device))
-    settings, rank = plan.settings, 0 if ranks is None else ranks.rank
+    settings, ranks = plan.settings, ranks or Ranks()
+    records = plan.facts.train_size + (settings.canaries or 0)
+    count = places_of(plan.event, records, settings.delta, ranks.size)
+    places = RandomPlaces(keys.layers, count, ranks.rank)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or settings.augment is not None or plan.facts.unit
-    layers = LayerDraws(keys.layers, rank) if drawn else None
+    layers = LayerDraws(keys.layers, ranks.rank) if drawn else None
     with full_float32():
-        sums = DataSum(task.trained, task.data, plan, settings.batch_size, layers, loss, weigh)
+        sums = DataSum(
+            task.trained, task.data, plan, settings.batch_size, layers, places, loss, weigh
+        )
         trainer = Trainer(
             sums,
             plan=plan,
             steps=account.end,
             mechanism=mechanism_of(plan),
-            sampler=_sampler(plan, keys) if rank == 0 else None,
-            noise=Noise(keys.noise, secure=settings.secure) if rank == 0 else None,
+            sampler=_sampler(plan, keys) if ranks.leads else None,
+            noise=Noise(keys.noise, secure=settings.secure) if ranks.leads else None,
             account=account,
             hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
     attach(task.model, account)
-    if plan.score is not None and rank == 0:
+    if plan.score is not None and ranks.leads:
         trainer.covered = plan.score, Noise(keys.scores, secure=True)
     if account.histogram is not None and rank == 0:
         trainer.counted = account.histogram, Noise(keys.counts, secure=True)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from math import ceil, sqrt
 from operator import itemgetter
 from typing import Any
@@ -18,12 +18,12 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
     TRIED,
-    RowFilling,
     RunNetwork,
-    fill_rows,
-    find_filling,
+    chunks_alike,
+    fixed_numbers,
     rounded_up,
-    without_zeros,
+    rows_of,
+    spread,
 )
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
@@ -41,6 +41,7 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.clipping.order_of_sums import BLOCK
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
 from dpmac_cli.dp.precision import Arithmetic
@@ -50,12 +51,16 @@ from dpmac_cli.errors import InputError, ModelError, RunError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.sampling import Indices
+from dpmac_cli.randomness.sampling import Indices, RandomPlaces
 from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.recorded_sum import RecordedChunkSum
 
-#: Reason for running a network whose records round others in a loop.
-ROUNDED = "on this machine, results for a record would be rounded by the others of a batch."
+#: Note for a network whose records have random places.
+PLACED = (
+    "On this machine, results for a record may be rounded by its place among the others of a "
+    "batch. So the records of each step have random places in {:,} rows, of which {:,} are used on "
+    "average: the network takes about {:.1f} times as long."
+)
 #: Message for a batch that is too large for the margin for rounding.
 TOO_MANY = (
     "The batch has many times more records than the batch size that was stated. No sampler draws "
@@ -80,6 +85,7 @@ class ChunkedSum(ABC):
         views: number of inputs per sample, whose mean loss counts.
         physical_batch: samples to process at a time. batch: expected number B in a step.
         private: whether rows must not round others.
+        places: random places of records, for networks whose rows are rounded by their place.
         rowwise: whether loss and weights are built in.
         weigh: weights of rows, :mod:`dpmac_cli.dp.weights`; by default those of the loss, if any.
 
@@ -94,7 +100,7 @@ class ChunkedSum(ABC):
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
         per_sample: the network on each sample alone.
-        filling: how the network is run, so that no row depends on the others.
+        placed: whether the records of a step have random places.
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
         arithmetic: settings of torch in this trial, with which steps must compute.
@@ -106,6 +112,7 @@ class ChunkedSum(ABC):
         inputs: Structure,
         labels: Structure,
         layers: LayerDraws | None,
+        places: RandomPlaces,
         *,
         loss: Loss,
         physical_batch: int,
@@ -115,7 +122,7 @@ class ChunkedSum(ABC):
         rowwise: bool = False,
         weigh: Weigh | None = None,
     ) -> None:
-        self._layers, self._private = layers, private
+        self._layers, self._places, self._private = layers, places, private
         self.arithmetic, self.model = Arithmetic.now(), model
         self.per_sample = PerSample(
             model, inputs, labels, views, loss, rowwise=rowwise, weigh=weigh
@@ -130,22 +137,30 @@ class ChunkedSum(ABC):
         for p in self._parameters:
             p.requires_grad_(True)
             p.grad = None  # of training outside
-        capacity = rounded_up(self.chunk)
+        self._sum = torch.empty_like(self.theta)
+        self.unchanged = Fingerprint(model, self.trained)
+        self._block = 1  # divisor of the number of rows of a chunk
+        self.placed, self.notes = self._needs_places(), self.per_sample.notes
+        if self.placed:
+            at_once = physical_batch if physical_batch < batch else places.count
+            self.chunk = min(at_once, places.count, self.per_sample.most)
+            note = PLACED.format(places.count, round(batch), max(1.0, places.count / batch))
+            self.notes = (*self.notes, note)
+        capacity = (
+            self.chunk if self.placed else rounded_up(self.chunk, max(LEAST_ROWS, self._block))
+        )
         self.clipped_sum = (
             RecordedChunkSum(self.per_sample, capacity, batch)
             if self.theta.is_cuda
             else ClippedChunkSum(self.per_sample, capacity, batch)
         )
-        self._sum = torch.empty_like(self.theta)
-        self.unchanged = Fingerprint(model, self.trained)
-        self.filling, self.notes = self._row_filling()
         if idle := ", ".join(self.per_sample.idle):
             self.notes = (*self.notes, IDLE.format(idle))
         self.unchanged.check(DURING)
 
     @abstractmethod
-    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
-        """Return inputs and labels of a part of the drawn samples."""
+    def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Any, Any]:
+        """Return inputs and labels of a part of the drawn samples, in its order."""
 
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs, and was not tried with them."""
@@ -158,8 +173,11 @@ class ChunkedSum(ABC):
                     "make_private: network.float()"
                 )
 
-    def _row_filling(self) -> tuple[RowFilling, tuple[str, ...]]:
-        """Return a way to run the network in which no record depends on others, and notes."""
+    def _needs_places(self) -> bool:
+        """Choose how products are computed; return whether records need random places.
+
+        They do unless a trial shows that rows are rounded by neither their number nor their place.
+        """
         (base, _), (_, label) = map(self.per_sample.made_up, (TRIED, 1))
 
         def labels_of(x: Any) -> Any:
@@ -170,29 +188,27 @@ class ChunkedSum(ABC):
                 return self.per_sample.observed(x, labels_of(x))
 
         if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
-            return RowFilling(), self.per_sample.notes
-        few = map_rows(itemgetter(slice(min(self.chunk, LEAST_ROWS))), base)
+            return False
+        odd = min(self.chunk - 1, LEAST_ROWS) // 2 * 2 + 1
+        few = map_rows(itemgetter(slice(odd)), base)
         with without_gradients(self._parameters), code_of_network(few):
-            self.per_sample.choose_products(few, labels_of(few))
-        filling = self._tried(run, base)
-        if filling is None:
-            self.per_sample.multiply_each_record_alone()
-            self.chunk = min(self.chunk, self.per_sample.most)
-            with suppress(ModelError):  # raised where the network reads the value of a weight
-                filling = self._tried(run, base)
-        if filling is None:
-            self.per_sample.run_in_a_loop(ROUNDED)
-            self.chunk = min(self.chunk, self.per_sample.most)
-            filling = RowFilling()
-        return filling, (*self.per_sample.notes, *filter(None, [filling.note]))
+            by_rows, blocks = self.per_sample.shapes_noted(few, labels_of(few))
+        self._block = BLOCK if blocks else 1
+        if self.theta.is_cuda:  # most products are rounded by the number of rows
+            return True
+        for self.per_sample.by_rows in (True,) if by_rows else (False, True):
+            if self._tried(run, base):
+                return False
+        self.per_sample.by_rows = by_rows
+        return True
 
-    def _tried(self, run: RunNetwork, base: Any) -> RowFilling | None:
-        """Return a way in which ``run`` treats records alike; fewer at a time than fit, if any."""
+    def _tried(self, run: RunNetwork, base: Any) -> bool:
+        """Return whether ``run`` treats records alike; fewer at a time than fit, if any."""
         chunk = self.chunk
         while True:
             try:
-                with without_zeros(self.theta), without_gradients(self._parameters):
-                    return find_filling(run, base, chunk)
+                with fixed_numbers(self.theta), without_gradients(self._parameters):
+                    return chunks_alike(run, base, chunk, self._block)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure) or chunk == 1:
                     raise
@@ -238,12 +254,13 @@ class ChunkedSum(ABC):
         self, drawn: Indices, step: int, metric: RegionMetric, chunk: int
     ) -> tuple[Tensor, int]:
         part, total, begin, chunk = self._sum, None, 0, min(chunk, self.chunk)
-        while begin < len(drawn):
-            end = begin + _evenly(len(drawn) - begin, chunk)
+        at = self._arranged(len(drawn), step, chunk)
+        while begin < len(at):
+            rows = _evenly(self._places.count if self.placed else len(at) - begin, chunk)
+            end = begin + rows
+            rows = rows if self.placed else rows_of(rows, chunk, self._block)
             try:
-                inputs, labels = self._read(drawn, slice(begin, end), step)
-                rows = self.filling.rows(end - begin, chunk)
-                self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, rows)
+                self._sum_rows(drawn, at[begin:end], rows, step, metric)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -254,7 +271,7 @@ class ChunkedSum(ABC):
                     ) from failure
                 chunk //= 2
                 continue
-            if begin == 0 and end >= len(drawn):
+            if begin == 0 and end >= len(at):
                 return part, chunk
             # Sum chunks in float64: the rounding of float32 would exceed the margin.
             if total is None:
@@ -264,20 +281,49 @@ class ChunkedSum(ABC):
             begin = end
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(
-        self, drawn: Indices, inputs: Any, labels: Any, step: int, metric: RegionMetric, rows: int
+    def _arranged(self, samples: int, step: int, chunk: int) -> Indices:
+        """Return the number of the sample at each place, -1 where there is none; shape (places,).
+
+        Without random places they are in order. With them, places fill whole chunks of equal size.
+        More samples than places get more chunks: that is as rare as delta allows for.
+        """
+        if not self.placed:
+            return np.arange(samples)
+        rows = _evenly(self._places.count, chunk)
+        places = -(-max(self._places.count, samples) // rows) * rows
+        at = np.full(places, -1)
+        at[self._places.draw(step, places)[:samples]] = np.arange(samples)
+        return at
+
+    def _sum_rows(
+        self, drawn: Indices, at: Indices, rows: int, step: int, metric: RegionMetric
     ) -> None:
-        """Write the sum of a chunk, filled to ``rows`` rows."""
-        inputs, labels = fill_rows(inputs, rows), fill_rows(labels, rows)
+        """Write the sum of the samples at some places, in a chunk of at least as many rows."""
+        samples = at[at >= 0]
+        if len(samples) == 0:
+            self._sum.zero_()
+            return
+        counted = np.zeros(rows, bool)
+        counted[: len(at)] = at >= 0
+        part = samples if self.placed else slice(samples[0], samples[-1] + 1)
+        inputs, labels = self._read(drawn, part, step)
+        self._sum_chunk(inputs, labels, metric, counted)
+
+    def _sum_chunk(
+        self, inputs: Any, labels: Any, metric: RegionMetric, counted: NDArray[np.bool]
+    ) -> None:
+        """Write the sum of a chunk whose samples are in the rows that count, in their order."""
+        inputs, labels = spread(inputs, counted), spread(labels, counted)
+        counts = torch.from_numpy(counted).to(self.theta.device, non_blocking=True)
         with without_gradients(self._parameters):
-            self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
+            self.clipped_sum.of(inputs, labels, metric, self._sum, counts)
 
 
 class BatchSum(ChunkedSum):
     """Sum over the records of batches that a program supplies, and the sampler that they are.
 
     Takes a network that returns its own losses, the structure of a sample, the random draws of its
-    layers, samples to process at a time, B, and weights of records.
+    layers, random places, samples to process at a time, B, and weights of records.
     """
 
     def __init__(
@@ -285,6 +331,7 @@ class BatchSum(ChunkedSum):
         objective: nn.Module,
         inputs: Structure,
         layers: LayerDraws,
+        places: RandomPlaces,
         physical_batch: int,
         batch: float,
         weigh: Weigh | None = None,
@@ -294,6 +341,7 @@ class BatchSum(ChunkedSum):
             inputs,
             Structure(NOTHING),
             layers,
+            places,
             loss=returned,
             physical_batch=physical_batch,
             batch=batch,
@@ -320,7 +368,7 @@ class BatchSum(ChunkedSum):
         del step
         return self._records
 
-    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
+    def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Any, Any]:
         return map_rows(itemgetter(part), self._batch), NOTHING
 
 
@@ -328,8 +376,8 @@ class DataSum(ChunkedSum):
     """Sum over the training records of a dataset, or the records of its units.
 
     Takes the model, the data on its device, the plan, B, the random draws of layers, augmented
-    views and the records of units, and a loss and weights of records instead of those of the
-    settings.
+    views and the records of units, random places, and a loss and weights of records instead of
+    those of the settings.
     """
 
     def __init__(
@@ -339,6 +387,7 @@ class DataSum(ChunkedSum):
         plan: Plan,
         batch: float,
         layers: LayerDraws | None,
+        places: RandomPlaces,
         own: Loss | None = None,
         weigh: Weigh | None = None,
     ) -> None:
@@ -357,6 +406,7 @@ class DataSum(ChunkedSum):
             inputs_of,
             Structure(labels.new_zeros((1, *several, *labels.shape[1:])), keep=True),
             layers,
+            places,
             loss=loss,
             views=inputs,
             physical_batch=physical_batch(settings, plan.facts, device.type),
@@ -366,7 +416,7 @@ class DataSum(ChunkedSum):
             weigh=weigh or built_in,
         )
 
-    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Tensor, Tensor]:
         """Return the records of units, and their augmented views, standardised, with labels."""
         plan, settings, rows = self._plan, self._plan.settings, self._rows(drawn[part], step)
         images, labels = self.data.train.at(rows)

@@ -13,6 +13,7 @@ from dpmac_cli.dp.clipping.batches import (
     check_rows,
     samples_in,
 )
+from dpmac_cli.dp.clipping.clipped_sum import most_samples
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.geometry import (
     at_places,
@@ -36,6 +37,7 @@ from dpmac_cli.models.trial_samples import (
 from dpmac_cli.models.validation import check_trial
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.sampling import RandomPlaces
 from dpmac_cli.training.chunks import BatchSum
 
 #: Message for an update of a program that gave noise to a row that is padding.
@@ -132,10 +134,17 @@ class ClippedGrad:
         check_rows(example, None)
         structure = fitted(self._objective, Structure.of(example))
         check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
-        draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
+        key = secrets.token_bytes(KEY_BYTES)
+        draws, places = LayerDraws(key), RandomPlaces(key, int(most_samples(self._batch)) + 1)
         with full_float32():
             self._sums = BatchSum(
-                self._objective, structure, draws, self._physical, self._batch, self._weigh
+                self._objective,
+                structure,
+                draws,
+                places,
+                self._physical,
+                self._batch,
+                self._weigh,
             )
         self._structure = structure
         self._chunk, self.notes = self._sums.chunk, self._sums.notes

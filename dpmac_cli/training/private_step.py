@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from dpmac_cli.accounting.account import Account, check_composable
+from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config import checks
 from dpmac_cli.config.datasets import Defaults
 from dpmac_cli.config.defaults import physical_batch
@@ -50,7 +51,7 @@ from dpmac_cli.models.validation import check_trial
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import BatchSampling
+from dpmac_cli.randomness.sampling import BatchSampling, RandomPlaces
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.carried_accounts import (
     ACCOUNT,
@@ -357,7 +358,9 @@ class PrivateStep(PrivateProgram):
         rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
-            sums = BatchSum(objective, structure, draws, rows, batch, self._weigh)
+            count = places_of(plan.event, plan.facts.train_size, plan.settings.delta)
+            places = RandomPlaces(keys.layers, count)
+            sums = BatchSum(objective, structure, draws, places, rows, batch, self._weigh)
             self._step = Step(
                 sums,
                 plan=plan,

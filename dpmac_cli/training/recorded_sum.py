@@ -86,7 +86,7 @@ class RecordedChunkSum(ClippedChunkSum):
         self.recordings: dict[Any, _Recording | str] = {}
 
     def of(
-        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
+        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, counted: Tensor | None = None
     ) -> None:
         """Write the sum of a chunk: see :class:`.ClippedChunkSum`; ``out`` is always the same."""
         shape = metric.region.is_ball, *((t.shape, t.dtype) for t in tensors_in((x, y)))
@@ -96,12 +96,13 @@ class RecordedChunkSum(ClippedChunkSum):
                 warnings.warn(NOT_RECORDED.format(found), stacklevel=2)
         recording = self.recordings[shape]
         if isinstance(recording, _Recording):
-            given = _given(x, y, self.counted(x, samples, out), metric.region)
+            counted = self.all_of(x, out) if counted is None else counted
+            given = _given(x, y, counted, metric.region)
             for to, one in zip(recording.given, given, strict=True):
                 to.copy_(one, non_blocking=True)
             recording.replay()
         if isinstance(recording, str) or bool(recording.doubtful):
-            super().of(x, y, metric, out, samples)
+            super().of(x, y, metric, out, counted)
 
     def _mask(self, valid: Tensor) -> Mask:
         return valid  # to ask whether all are would wait for the device
@@ -111,7 +112,8 @@ class RecordedChunkSum(ClippedChunkSum):
         if not self._per_sample.vmapped:
             return LOOPED
         x, y = self._per_sample.made_up(rows)
-        counted = self.counted(x, rows - 1, out)
+        counted = self.all_of(x, out)
+        counted[-1] = False
         region = Ellipsoid(like.centre.clone(), like.inverse.clone(), like.factor.clone())
 
         def sum_up() -> Tensor:

@@ -14,7 +14,6 @@ from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, app, load_command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import MODELS
-from dpmac_cli.dp.clipping.batch_invariance import RowFilling
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs import environment
 from tests.typed import ENVIRONMENT, started
@@ -138,10 +137,10 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_env_tries_the_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(run: Any, base: torch.Tensor, chunk: int) -> RowFilling | None:
-        return None if base.dtype == torch.float64 else RowFilling()
+    def alike(run: Any, base: torch.Tensor, chunk: int) -> bool:
+        return base.dtype != torch.float64
 
-    monkeypatch.setattr(environment, "find_filling", found)
+    monkeypatch.setattr(environment, "chunks_alike", alike)
     *_, single, double = printed().splitlines()
     assert single == "  float32: none"
-    assert double.startswith("  float64: On this machine, ")
+    assert double.startswith("  float64: On this device, ")

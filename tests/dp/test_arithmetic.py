@@ -21,17 +21,16 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     PERIOD,
     TRIALS,
     TRIED,
-    RowFilling,
-    find_filling,
+    chunks_alike,
+    unaffected,
 )
 from dpmac_cli.dp.clipping.matmul import RowProducts, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.features import stored
 from dpmac_cli.features.frozen import FrozenFeatures
-from dpmac_cli.training import chunks
 from dpmac_cli.training.evaluation import Evaluation
-from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data, walk
+from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
 from tests.tiers import rest_long
 
 _OF_TORCH: Any = torch._C
@@ -279,10 +278,10 @@ class Odd(nn.Module):
         return x + ONE_ULP * off[self.kind]
 
 
-def found(kind: str, *more: nn.Module, fixed: bool = False) -> Any:
+def alike(kind: str, *more: nn.Module) -> bool:
     # A layer without products, which libraries round in their own ways.
     network = nn.Sequential(nn.Tanh(), Odd(kind), nn.ReLU(), *more)
-    return find_filling(network, torch.randn(TRIED, 3), 50, fixed=fixed)
+    return chunks_alike(network, torch.randn(TRIED, 3), 50)
 
 
 @pytest.mark.promise("alone")
@@ -295,34 +294,35 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     def run(x: Tensor) -> Tensor:
         return x + ONE_ULP * torch.arange(len(x)).view(-1, 1) * (x > 0)
 
-    assert find_filling(run, base, 50) is None
+    assert not chunks_alike(run, base, 50)
 
 
 @pytest.mark.promise("alone")
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("nothing", RowFilling()),
-        ("number", RowFilling(full=True)),
-        ("tail", RowFilling(full=True)),
-        ("place", None),
-    ],
-)
-def test_a_network_whose_rows_depend_on_others_runs_in_another_way(
-    kind: str, expected: Any
-) -> None:
-    assert found(kind) == expected
+@pytest.mark.parametrize("kind", ["nothing", "number", "tail", "place"])
+def test_rows_that_depend_on_their_number_or_place_are_found(kind: str) -> None:
+    assert alike(kind) == (kind == "nothing")
 
 
 @pytest.mark.promise("alone")
-def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
-    assert found("number", fixed=True) == RowFilling(full=True)
-    assert found("place", fixed=True) is None
+@pytest.mark.parametrize(("kind", "size"), [("number", 48), ("tail", 48), ("place", 1)])
+def test_a_batch_of_fixed_size_is_tried_at_that_size_alone(kind: str, size: int) -> None:
+    """So rows may depend on their number, and are computed one by one where they depend on more."""
+    rows, sizes = torch.randn(5, 3), set[int]()
+
+    def run(x: Tensor) -> Tensor:
+        sizes.add(len(x))
+        result: Tensor = Odd(kind)(x)
+        return result
+
+    fixed = unaffected(run, rows[0], 40, own=False)
+    sizes.clear()
+    assert fixed(rows).shape == rows.shape
+    assert sizes == {size}
 
 
 def test_random_numbers_are_not_taken_for_rounding() -> None:
-    assert found("nothing", nn.Dropout(0.5)) == RowFilling()
-    assert found("place", nn.Dropout(0.5)) is None
+    assert alike("nothing", nn.Dropout(0.5))
+    assert not alike("place", nn.Dropout(0.5))
 
 
 def crafted(*shape: int) -> Tensor:
@@ -331,12 +331,9 @@ def crafted(*shape: int) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a @ b + bias, by torch where it rounds rows alike, as steps do."""
-    with RowProducts() as products:
-        found = a @ b if bias is None else torch.addmm(bias, a, b)
-    if products.needed:
-        return found
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+    """Return a @ b + bias, as steps compute it."""
+    with RowProducts():
+        return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 @pytest.mark.promise("alone")
@@ -424,27 +421,7 @@ def test_no_ordinary_network_runs_record_by_record(name: str, seed: int) -> None
     clipped = clipped_grad(build(), squares, ball(1.0), batch_size=256)
     sums = clipped.prepare(torch.zeros(1, inputs))
     assert sums.per_sample.vmapped, sums.notes
-    assert not sums.per_sample._by_row, sums.notes
-
-
-@pytest.mark.promise("alone")
-@pytest.mark.parametrize(
-    ("refusals", "note", "vmapped"),
-    [
-        (1, "each record is multiplied with the weights by itself", True),
-        (2, "rounded by the others of a batch. So it runs on one record after the other", False),
-    ],
-)
-def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone(
-    refusals: int, note: str, vmapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = walk(make_trainer("dp-macadam"), 3)
-    found = iter([*[None] * refusals, RowFilling()])
-    monkeypatch.setattr(chunks, "find_filling", lambda *_, **__: next(found))
-    trainer = make_trainer("dp-macadam")
-    assert note in trainer.notes[0]
-    assert trainer.sums.per_sample.vmapped is vmapped
-    torch.testing.assert_close(walk(trainer, 3), expected)
+    assert not sums.placed, sums.notes
 
 
 def hinge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -490,39 +467,13 @@ def test_rounding_that_a_kink_hides_is_found(seed: int, build: Callable[[], nn.M
     for _ in range(4):
         record = torch.randn(1, 10), torch.randn(1)
         assert sums.per_sample.vmapped, sums.notes
+        assert not sums.placed, sums.notes
         for samples in (20, 19):
-            rows = sums.filling.rows(samples, sums.chunk)
+            rows = max(samples, LEAST_ROWS)
             copies = tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in record)
             results = sums.per_sample.observed(copies, ())
             assert len(results) > 4
             assert all(bool((rows == rows[0]).all()) for rows in results)
-
-
-class Scaled(nn.Module):
-    """Reads the value of a weight, which has none where each record has weights of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIDE**2, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.layer(x.flatten(1))
-        return logits * (1 if float(self.layer.bias[0].detach()) < 9 else 2)
-
-
-@pytest.mark.promise("alone")
-def test_a_network_that_cannot_multiply_each_record_alone_runs_in_a_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refusals = iter([True])
-
-    def found(*given: Any) -> RowFilling | None:
-        return None if next(refusals, False) else find_filling(*given)
-
-    monkeypatch.setattr(chunks, "find_filling", found)
-    trainer = trainer_of(Scaled())
-    assert "So it runs on one record after the other" in trainer.notes[0]
-    trainer.step()
 
 
 @pytest.mark.promise("alone")
@@ -559,4 +510,4 @@ def test_the_scan_finds_nothing_left(
     main(["--here", "--out", str(out), "--only", only, "--threads", "1", "2"])
     rows = json.loads(out.read_text())
     assert len(rows) >= 2
-    assert all(row.get("alone") or row["left"] == [] for row in rows)
+    assert all(row["left"] == [] and not row["others"] for row in rows)

@@ -61,7 +61,7 @@ LOOPED = {
     "if x.max() > 1",
 }
 #: How gradients are found and stored.
-WAYS = ("chosen", "pairs of positions", "pieces", "at once", "by row", "loop")
+WAYS = ("chosen", "pairs of positions", "pieces", "at once", "by oneDNN", "loop")
 SETTINGS = all_pairs(WAYS, KINDS, [1, 3], [*TOLERANCE])
 
 pytestmark = [
@@ -120,8 +120,8 @@ def test_sums_are_those_of_each_record_alone(
     subject = Subject(
         model, x[0] if views > 1 else x, views=views, loss=energy, rowwise=way == "at once"
     )
-    if way == "by row":
-        subject.per_sample.multiply_each_record_alone()
+    if way == "by oneDNN":
+        subject.per_sample.by_rows = True
     elif way == "loop":
         subject.per_sample.run_in_a_loop("as asked.")
     else:
@@ -334,7 +334,9 @@ def test_rows_that_only_fill_a_chunk_add_nothing(kind: str) -> None:
     subject = Subject(NETS["mlp"](), x)
     region = region_clipping_half(kind, subject.exact_gradients(x, y), subject.theta)
     filled, metric = torch.empty_like(subject.theta), RegionMetric(region)
-    subject.clipped_sum.of(fill_rows(x, 16), fill_rows(y, 16), metric, filled, RECORDS)
+    subject.clipped_sum.of(
+        fill_rows(x, 16), fill_rows(y, 16), metric, filled, torch.arange(16) < RECORDS
+    )
     error = ((filled - subject.add(x, y, region)) / region.scale).norm()
     assert error <= TOLERANCE[torch.float32] * RECORDS
 

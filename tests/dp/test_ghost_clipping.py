@@ -597,9 +597,9 @@ def test_chunks_are_even_and_change_no_sum(
     cut: list[int] = []
     before = ChunkedSum._sum_chunk
 
-    def note(self: ChunkedSum, drawn: Any, *rest: Any) -> None:
-        cut.append(len(drawn))
-        before(self, drawn, *rest)
+    def note(self: ChunkedSum, inputs: Any, labels: Any, metric: Any, counted: Any) -> None:
+        cut.append(int(counted.sum()))
+        before(self, inputs, labels, metric, counted)
 
     monkeypatch.setattr(ChunkedSum, "_sum_chunk", note)
     most = first_chunk(physical, batch)

@@ -329,7 +329,7 @@ class Ours:
         tried = ChunkedSum._tried
 
         def tried_once(sums: ChunkedSum, *of: Any) -> Any:
-            key = situation, sums.per_sample._by_row
+            key = situation, sums.per_sample.by_rows
             if key not in _tried:
                 _tried[key] = tried(sums, *of)
             return _tried[key]

@@ -3,20 +3,24 @@
 Libraries may round a row by the number of rows computed with it, or by its place among them.
 Removing a record changes both for the others. Differences of rounding are within the margin of the
 clipped sum, except at a kink, such as that of ReLU, where they change on which side a record is.
+Whether they do is tried on the operations of the network, with numbers that show the order of a
+sum (:mod:`.order_of_sums`).
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
+from dpmac_cli.dp.clipping.order_of_sums import OrderOfSums
 from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
 from dpmac_cli.dp.torch_errors import out_of_memory
 
@@ -32,11 +36,6 @@ PERIOD = 7
 TRIALS = 3
 #: Number of random rows for all trials.
 TRIED = TRIALS * PERIOD
-#: Note for a network whose chunks are filled.
-FILLED = (
-    "On this machine, results for a record would be rounded by the other records of a batch. To "
-    "avoid that, every chunk is filled to its capacity. This is slower."
-)
 
 
 def fill_rows(batch: Batch, rows: int) -> Batch:
@@ -49,51 +48,53 @@ def fill_rows(batch: Batch, rows: int) -> Batch:
     return map_rows(filled, batch)
 
 
+def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
+    """Return a batch with its rows at the places that count, and copies of them at the others.
+
+    Args:
+        batch: tensors with a row for each place that counts, at least one.
+        counted: bool, shape (places,).
+    """
+    if counted.all():
+        return batch
+    index = torch.from_numpy((counted.cumsum() - 1).clip(0))
+    return map_rows(lambda x: x[index.to(x.device, non_blocking=True)], batch)
+
+
 @contextmanager
-def without_zeros(theta: Tensor) -> Iterator[None]:
-    """Replace zero parameters, which would hide all rounding before them."""
+def fixed_numbers(theta: Tensor) -> Iterator[None]:
+    """Replace parameters by fixed random numbers, so that a trial is that of all weights."""
     before, generator = theta.clone(), torch.Generator().manual_seed(0)
     try:
-        drawn = 0.1 * torch.randn(theta.shape, generator=generator)
-        theta.copy_(torch.where(theta == 0, drawn.to(theta), theta))
+        theta.copy_(0.1 * torch.randn(theta.shape, generator=generator))
         yield
     finally:
         theta.copy_(before)
 
 
-def rounded_up(chunk: int) -> int:
-    """Return a number of rows, rounded up to a multiple of :data:`LEAST_ROWS`."""
-    return -(-chunk // LEAST_ROWS) * LEAST_ROWS
+def rounded_up(rows: int, block: int = LEAST_ROWS) -> int:
+    """Return a number of rows, rounded up to a multiple of ``block``."""
+    return -(-rows // block) * block
 
 
-@dataclass(frozen=True)
-class RowFilling:
-    """A way to run a network: ``full`` if every chunk is filled to its capacity."""
+def rows_of(samples: int, chunk: int, block: int) -> int:
+    """Return the number of rows to compute for some samples of a chunk.
 
-    full: bool = False
-
-    def rows(self, samples: int, chunk: int) -> int:
-        """Return the number of rows to compute for some samples of a chunk of this capacity."""
-        if chunk == 1:
-            return samples
-        if self.full:
-            return chunk if chunk < LEAST_ROWS else rounded_up(chunk)
-        return max(samples, min(chunk, LEAST_ROWS))
-
-    @property
-    def note(self) -> str | None:
-        """Return a message that tells what is slower than by default."""
-        return FILLED if self.full else None
+    Args:
+        samples: number of samples, at most ``chunk``.
+        chunk: capacity of the chunk.
+        block: divisor of the number of rows; 1 for any.
+    """
+    least = min(chunk, max(LEAST_ROWS, block))
+    return max(least, samples if chunk < block else rounded_up(samples, block))
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
 RunNetwork = Callable[[Batch], Any]
 
 
-def find_filling(
-    run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
-) -> RowFilling | None:
-    """Return the cheapest way to run a network in which no row depends on the others, if any.
+def chunks_alike(run: RunNetwork, base: Batch, chunk: int, block: int = 1) -> bool:
+    """Return whether a network treats equal rows alike in chunks of any number of samples.
 
     It is run on copies of a few random rows, in several numbers and at every place of each. Their
     results must be equal, bit for bit. This is a measurement on this machine, not a proof.
@@ -101,19 +102,17 @@ def find_filling(
     Args:
         run: runs the network on rows.
         base: rows to copy, shape (:data:`TRIED`, ...).
-        chunk: capacity of a chunk.
-        fixed: chunks are always filled.
+        chunk, block: see :func:`rows_of`.
     """
-    # On GPUs, most products are rounded by the number of rows.
-    filled = fixed or any(x.is_cuda for x in tensors_in(base))
+    numbers = {rows_of(samples, chunk, block) for samples in some_numbers(chunk)}
+    return _tried_alike(run, base, sorted(numbers, reverse=True))
+
+
+def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
     # Random numbers differ by place.
-    with constant_draws() if _draws(run, base, min(chunk, LEAST_ROWS)) else nullcontext():
-        fillings = [RowFilling(full=True)] if filled else [RowFilling(), RowFilling(full=True)]
-        for filling in fillings:
-            numbers = sorted({filling.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
-            if rows_alike(run, base, numbers):
-                return filling
-    return None
+    draws = _draws(run, base, min(numbers[0], LEAST_ROWS))
+    with constant_draws() if draws else nullcontext(), OrderOfSums():  # type: ignore[no-untyped-call]
+        return rows_alike(run, base, numbers)
 
 
 def unaffected(
@@ -132,17 +131,17 @@ def unaffected(
         own: whether ``run`` may mix rows, so that it sees one at a time.
     """
     drawn = torch.randn(TRIED, *like.shape, generator=torch.Generator().manual_seed(0))
-    each, filling = each_alone(copy.deepcopy(run)) if own else run, None
+    each, alike = each_alone(copy.deepcopy(run)) if own else run, False
+    count = size if size < LEAST_ROWS else rounded_up(size)
     try:
-        filling = find_filling(each, drawn.to(like), size, fixed=True)
+        alike = _tried_alike(each, drawn.to(like), [count])
     except Exception as failure:
         if not own or out_of_memory(failure):
             raise  # vmap runs whatever is built in
-    if filling is None:
+    if not alike:
         return lambda rows: torch.cat(
             [(copy.deepcopy(run) if own else run)(row) for row in torch.split(rows, 1)]
         )
-    count = filling.rows(size, size)
     return lambda rows: each(fill_rows(rows, count))[: len(rows)]
 
 

@@ -61,7 +61,7 @@ class ClippedChunkSum:
         self.cut = torch.zeros((), dtype=torch.long, device=first.device)
 
     def of(
-        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
+        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, counted: Tensor | None = None
     ) -> None:
         """Write the sum of w_i c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
@@ -71,7 +71,7 @@ class ClippedChunkSum:
             x, y: at least one input with its label: see :class:`.PerSample`.
             metric: metric of the ellipsoid to clip to.
             out: result, shape (d,).
-            samples: number of rows that count, if the others only fill the batch.
+            counted: rows that count, bool, shape (rows,), if the others only fill the batch.
 
         Raises:
             ModelError: see :class:`.PerSample`.
@@ -80,17 +80,16 @@ class ClippedChunkSum:
         rows = samples_in(x)
         if rows > self._capacity:
             raise ValueError(f"{rows} samples, but the capacity is {self._capacity}")
-        counted = self.counted(x, samples, out)
+        counted = self.all_of(x, out) if counted is None else counted
         with code_of_network(x):  # norms and sums may run the network's code again
             gradients, weights = self.gradients(x, y, ball=metric.region.is_ball)
             if bool(self.sum_up(gradients, weights, metric, counted, out)):
                 self.sum_up_precisely(gradients, weights, metric, counted, out)
 
     @staticmethod
-    def counted(x: Batch, samples: int | None, out: Tensor) -> Tensor:
-        """Return which rows of a chunk count, the first ``samples`` or all; bool, (rows,)."""
-        rows = samples_in(x)
-        return torch.arange(rows, device=out.device) < (rows if samples is None else samples)
+    def all_of(x: Batch, out: Tensor) -> Tensor:
+        """Return that all rows of a chunk count; bool, shape (rows,)."""
+        return torch.ones(samples_in(x), dtype=torch.bool, device=out.device)
 
     def sum_up(
         self,

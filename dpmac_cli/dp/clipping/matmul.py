@@ -7,7 +7,6 @@ oneDNN also uses AVX-512 on all processors that have it, MKL on Intel's alone: o
 calls; torch has no public one for float32.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -38,19 +37,14 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 ALIGNED = 16
 #: Largest number of weights for which they are tried: larger products are not slower by oneDNN.
 FEW_WEIGHTS = 1 << 16
-#: Numbers of rows with which they are tried. They have all remainders by 4, are even and odd, and
-#: grow as thresholds in libraries do.
-ROWS = (16, 17, 18, 19, 21, 31, 33, 50, 75, 128, 300)
-#: Number of rows of a trial.
-TRIED = 16
 
 
 class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Computes all matrix products by :func:`matmul`, so that no row rounds another.
 
     Attributes:
-        needed: whether torch's own product would round rows in one of them, or may do so. Without,
-            torch's are faster where products are small: a call of oneDNN takes 11 us more.
+        needed: whether one of them has a shape that torch is not tried with. Otherwise torch's are
+            faster: a call of oneDNN takes 11 us more.
     """
 
     def __init__(self) -> None:
@@ -67,55 +61,22 @@ class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         return func(*args, **(kwargs or {}))
 
     def _product(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        self.needed = self.needed or not torch_rounds_alike(a, b, with_bias=bias is not None)
+        self.needed = self.needed or not _is_plain(a, b)
         return matmul(a, b.T, bias)
 
 
-def torch_rounds_alike(a: Tensor, b: Tensor, *, with_bias: bool) -> bool:
-    """Return whether torch rounds a row of a product a @ b by no other row.
+def _is_plain(a: Tensor, b: Tensor) -> bool:
+    """Return whether torch's product a @ b is tried, or :func:`matmul` calls it in any case.
 
     Args:
         a: shape (rows, terms).
         b: shape (terms, columns).
-        with_bias: whether a bias is added.
     """
     if a.device.type != "cpu" or a.dtype != torch.float32:
-        return True  # as for matmul
-    plain = a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous())
+        return True
+    in_order = a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous())
     aligned = min(len(a), b.shape[1]) >= ALIGNED and len(b) % ALIGNED == 0
-    if not plain or not aligned or b.numel() > FEW_WEIGHTS:
-        return False
-    return _rows_alike(*b.shape, not b.is_contiguous(), with_bias, torch.get_num_threads())
-
-
-@cache
-def _rows_alike(terms: int, columns: int, transposed: bool, with_bias: bool, threads: int) -> bool:
-    """Return whether torch rounds equal rows alike in products of this shape, at all places.
-
-    The numbers are of very different sizes and cancel, so that sums show the order of their terms.
-    They are the same for all networks and weights.
-
-    Args:
-        terms, columns: shape of the second factor.
-        transposed: whether it is stored column by column.
-        with_bias: whether a bias is added.
-        threads: number of threads of torch, by which it chooses how to multiply.
-    """
-    del threads
-    draws = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        exponents = torch.randint(-12, 13, shape, generator=draws)
-        return torch.ldexp(torch.randn(shape, generator=draws), exponents)
-
-    rows, b, bias = numbers(TRIED, terms), numbers(terms, columns), numbers(columns)
-    b = b.T.contiguous().T if transposed else b
-    for row in rows:
-        copies = [row.repeat(count, 1) for count in ROWS]
-        found = torch.cat([torch.addmm(bias, a, b) if with_bias else a @ b for a in copies])
-        if not found.equal(found[:1].expand_as(found)):
-            return False
-    return True
+    return in_order and aligned and b.numel() <= FEW_WEIGHTS
 
 
 class _Linear(torch.autograd.Function):

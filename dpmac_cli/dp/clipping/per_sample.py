@@ -39,6 +39,7 @@ from dpmac_cli.dp.clipping.layer_rules import RULES, Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.matmul import RowProducts, apply
 from dpmac_cli.dp.clipping.one_sample import SINGLE, TOLERANCE, OneSample, alike, row_of
+from dpmac_cli.dp.clipping.order_of_sums import Elementwise
 from dpmac_cli.dp.clipping.padding import read_otherwise
 from dpmac_cli.dp.clipping.vmap_support import (
     DrawnAgain,
@@ -73,10 +74,6 @@ LOOP = (
     "takes many times as long as plain training. The guarantee does not cover a network, loss or "
     "weights that keep numbers of records in Python, as a running mean by .item() or a list: "
     "remove that."
-)
-BY_ROW = (
-    "On this machine, products of matrices round a record by the others of a batch. To avoid that, "
-    "each record is multiplied with the weights by itself. This is slower."
 )
 #: Message for a network of which nothing would be trained.
 UNTRAINED = (
@@ -119,6 +116,7 @@ class PerSample:
         views: number of inputs per sample.
         vmapped: whether samples run under vmap instead of in a loop.
         idle: names of the layers on which the loss does not depend.
+        by_rows: whether products are computed by :class:`.RowProducts` instead of by torch.
         weighed: torch's loss whose class weights are the weights of records; "" for none.
         notes: messages about how the network is run.
 
@@ -145,8 +143,7 @@ class PerSample:
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
         flat = [name for names_of in self._names for name in names_of]
         self._alone = OneSample(loss, flat, views, rowwise=rowwise, weigh=weigh)
-        self._products: RowProducts | None = None  # how products are computed; None for torch's
-        self._by_row = False  # whether each sample is multiplied with the weights by itself
+        self.by_rows, self._products = False, RowProducts()
         self._by_function: set[str] = set()  # those whose products are computed by F.linear
         # Calls of recorded layers: names of the layers, and shape of the output for one sample.
         self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
@@ -203,23 +200,17 @@ class PerSample:
         uses = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
         return [losses, weights.value, *results, *tensors_in(uses)]
 
-    def choose_products(self, x: Batch, y: Batch) -> None:
-        """Compute products by torch from now on, if it rounds no row of this chunk by others.
+    def shapes_noted(self, x: Batch, y: Batch) -> tuple[bool, bool]:
+        """Compute a chunk; return what its shapes say of the rounding of rows.
 
-        That depends on the shapes of products alone, not on the network's weights.
+        Returns:
+            whether torch is not tried with the shape of one of its products, and whether the last
+            rows of an odd number may be rounded otherwise by elementwise operations.
         """
-        self._products = RowProducts()
-        self(x, y)
-        if not self._products.needed:
-            self._products = None
-
-    def multiply_each_record_alone(self) -> None:
-        """Give each sample its own weights from now on, so that products are of one sample."""
-        if self._chain is not None:
-            self._try()  # under vmap, which can run known layers
-        # Products of attention and recurrent layers are found by weights of their own.
-        self._recorded -= {layer.name for layer in self.layers if layer.composite is not None}
-        self._chain, self._by_row, self.notes = None, True, (BY_ROW,)
+        self.by_rows, self._products.needed = True, False
+        with Elementwise() as elementwise:
+            self(x, y)
+        return self._products.needed, elementwise.ends
 
     def run_in_a_loop(self, why: str) -> None:
         """Run samples one after the other from now on, and note why."""
@@ -271,9 +262,6 @@ class PerSample:
         parameters = dict(model.named_parameters())
         trained: dict[str, Tensor] = {n: parameters[n] for names in loose for n in names}
         like = _first(layers)
-        own: dict[str, Tensor] = {
-            name: p for name, p in parameters.items() if self._by_row and name not in trained
-        }
         taps = [like.new_zeros(shape) for names, shape in self._shapes if names & self._recorded]
         left, called, read = list[Tensor](), list[nn.Module](), list[Tensor]()
         kept = None if self._results is None else list[Tensor]()
@@ -288,15 +276,13 @@ class PerSample:
         def loss_of(
             taps: Sequence[Tensor],
             trained: dict[str, Tensor],
-            own: dict[str, Tensor],
             x: Batch,
             y: Batch,
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
             called.clear()
             read.clear()
             left[:] = taps
-            given = trained | own
-            network = partial(called_with, model, given) if given else model
+            network = partial(called_with, model, trained) if trained else model
             with nullcontext() if kept is None else KeptResults(kept):
                 loss, weight = self._alone.loss(network, x, y)
             if left:
@@ -304,12 +290,11 @@ class PerSample:
             return loss, (loss, weight, read, kept or [])
 
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
-        by_row = 0 if self._by_row else None
-        trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
-        mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
+        mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
-        with torch.no_grad(), supported(), taps_on, DrawnAgain(), self._products or nullcontext():
-            (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
+        products = self._products if self.by_rows else nullcontext()
+        with torch.no_grad(), supported(), taps_on, DrawnAgain(), products:
+            (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, x, y)
         if self._results is not None:
             self._results += results
         calls = calls_by_module(called, inputs, grad_outputs)
@@ -323,12 +308,6 @@ class PerSample:
                 for layer, names in zip(layers, self._names, strict=True)
             ],
         )
-
-    def _for_each(self, samples: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors as they are, or one for each sample, in the same memory."""
-        if not self._by_row:
-            return tensors
-        return {name: t.detach().expand(samples, *t.shape) for name, t in tensors.items()}
 
     def _records(self, layer: Layer) -> bool:
         return layer.name in self._recorded

@@ -1,0 +1,132 @@
+"""Numbers that show the order of a sum, and operations that round the ends of tensors otherwise.
+
+Where terms are added up in another order, numbers of very different sizes nearly always
+give another sum, whatever the weights of a network are. The idea is that of FPRev (arXiv
+2411.00442), with random numbers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from dpmac_cli.dp.clipping.batches import tensors_in
+
+#: Operations that add up nothing: they copy, choose or fill.
+EXACT = frozenset(
+    {
+        *("clone", "copy", "_to_copy", "detach", "alias", "lift_fresh", "cat", "stack", "repeat"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "constant_pad_nd", "roll", "flip"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "tril", "triu"),
+        *("index", "index_select", "gather", "embedding", "where", "sort", "topk"),
+        *("max", "min", "amax", "amin"),
+    }
+)
+#: Elementwise operations on numbers whose result is the nearest number or one of theirs, however
+#: they are computed.
+NEAREST = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "relu", "threshold_backward"),
+        *("clamp", "clamp_min", "clamp_max", "hardtanh", "maximum", "minimum", "where", "sign"),
+        *("leaky_relu", "leaky_relu_backward", "hardtanh_backward", "masked_fill", "copy", "sgn"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "floor", "ceil"),
+        *("round", "trunc", "_to_copy", "clone", "nan_to_num", "fill", "bernoulli", "mse_loss"),
+    }
+)
+#: Number of elements that the elementwise loops of torch take at a time. It computes the rest by
+#: other code, which rounds sigmoid, SiLU, ELU, softplus and others otherwise.
+BLOCK = 32
+#: By dtype: integers as wide, bits of the mantissa and of the exponent, its bias, and multipliers
+#: of a hash.
+FORMATS = {
+    torch.float32: (torch.int32, 23, 8, 127, -1640531535, -2048144789),
+    torch.float64: (torch.int64, 52, 11, 1023, -7046029254386353131, -4417276706812531889),
+}
+#: Number of different exponents of numbers that show an order: from 2^-12 to 2^12.
+EXPONENTS = 25
+
+
+class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Computes sums and products of other numbers, which show in which order they are added up.
+
+    Each number is replaced as a function of its bits alone, so equal rows stay equal, and results
+    that differ in a last bit become different numbers. Memory layouts stay as they are. Elementwise
+    operations get numbers from -2 to 2.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _adds_up(func):
+            return func(*args, **kwargs)
+        try:
+            crafted, named = tree_map(_showing_order, (args, kwargs))
+            found = func(*crafted, **named)
+        except RuntimeError:  # it takes no such numbers
+            return func(*args, **kwargs)
+        return tree_map(_ordinary, found)
+
+
+class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Notices elementwise operations that may round the last elements of a tensor otherwise.
+
+    Attributes:
+        ends: whether there was one on a number of elements that is no multiple of :data:`BLOCK`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ends = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        nearest = name in NEAREST or (name == "pow" and args[1] in (1, 2))
+        if torch.Tag.pointwise in func.tags and not nearest:
+            numbers = (t for t in tensors_in(result) if t.is_floating_point())
+            self.ends |= any(t.numel() % BLOCK for t in numbers)
+        return result
+
+
+def _adds_up(func: Any) -> bool:
+    """Return whether an operation may add up numbers."""
+    known = func.is_view or func._schema.is_mutable or torch.Tag.pointwise in func.tags
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    name = func.overloadpacket.__name__
+    return not (known or random or name in EXACT)
+
+
+def _showing_order(value: Any) -> Any:
+    """Return a tensor of numbers from 2^-12 to 2^12 of either sign, in memory of the same form."""
+    if not isinstance(value, Tensor) or value.dtype not in FORMATS or value.numel() == 0:
+        return value
+    sizes = zip(value.shape, value.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    begin = value.storage_offset() % 16  # alignment to 64 bytes
+    memory = value.new_zeros(begin + span)
+    memory[begin:] = _hashed(value.as_strided((span,), (1,)), EXPONENTS, EXPONENTS // 2)
+    return memory.as_strided(value.shape, value.stride(), begin)
+
+
+def _ordinary(value: Any) -> Any:
+    """Return a tensor of numbers from 1/2 to 2 of either sign."""
+    if not isinstance(value, Tensor) or value.dtype not in FORMATS:
+        return value
+    return _hashed(value, 2, 1)
+
+
+def _hashed(numbers: Tensor, exponents: int, below: int) -> Tensor:
+    """Return pseudorandom numbers, each a function of the bits of one of the numbers.
+
+    Args:
+        numbers: tensor of any shape.
+        exponents: number of different exponents. below: how many of them are negative.
+    """
+    integers, mantissa, width, bias, first, second = FORMATS[numbers.dtype]
+    bits = numbers.view(integers) * first
+    bits = (bits ^ (bits >> 15)) * second
+    bits = bits ^ (bits >> 13)
+    exponent = ((bits >> 7) & 0xFFFF) % exponents - below + bias
+    others = ~(((1 << width) - 1) << mantissa)
+    return ((bits & others) | (exponent << mantissa)).view(numbers.dtype)

@@ -1,0 +1,301 @@
+"""Random places of records: no record changes those of others, or how they are rounded."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+from scipy.stats import binom, chisquare
+from torch import Tensor, nn
+
+from dpmac_cli import ball, clipped_grad
+from dpmac_cli.accounting.accountants import ROUNDING, _priced, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import MOST_OVERFLOW, OVERFLOW, log_tail, places_of
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike
+from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.randomness.sampling import RandomPlaces
+from dpmac_cli.training.chunks import BatchSum, ChunkedSum
+from tests.helpers import make_trainer, planned, tiny_data, walk
+
+pytestmark = pytest.mark.trial
+KEY, DELTA = bytes(range(32)), 1e-5
+#: Records of an attack, and what one unit more or less changes in a product rounded by place.
+COPIES, ONE_ULP = 64, 2.0**-20
+
+# Their number.
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
+@pytest.mark.parametrize(
+    ("records", "batch"), [(60_000, 256), (60_000, 4096), (1000, 16), (300, 299), (64, 64), (5, 1)]
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("delta", [1e-20, 1e-5, 0.1])
+@pytest.mark.promise("price")
+def test_a_composition_has_more_records_than_places_as_rarely_as_delta_allows(
+    sampler: str, records: int, batch: int, ranks: int, delta: float
+) -> None:
+    per_epoch = math.ceil(records / batch)
+    event = TrainingEvent(batch / records, 1.0, 1000, sampler, per_epoch)
+    places = places_of(event, records, delta, ranks)
+    allowed, share = min(OVERFLOW * delta, MOST_OVERFLOW), math.ceil(records / ranks)
+    once = sampler == "random-allocation"
+    rate, times = (1 / per_epoch, per_epoch) if once else (event.sampling_rate, 1)
+    # One of as many places is for the record that another run has more.
+    assert binom.sf(places - 1, share, rate) * ranks * times <= allowed
+    assert places <= share + 1
+    if 1 < places <= share:
+        assert binom.sf(places - 2, share, rate) * ranks * times >= 0.9 * allowed
+
+
+def test_a_full_batch_has_a_place_for_one_record_more() -> None:
+    assert places_of(TrainingEvent(1.0, 1.0, 10), 128, DELTA) == 129
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.01, 0.3, 0.999])
+def test_the_tail_is_an_upper_bound_that_is_nearly_exact(rate: float) -> None:
+    for least in (math.floor(1000 * rate + 5), 900, 1000):
+        if least > 1000 * rate:
+            each = binom.logpmf(np.arange(least, 1001), 1000, rate)
+            exact = float(logsumexp(each))
+            assert exact - 1e-6 <= log_tail(1000, rate, least) <= exact + 1.5
+    assert log_tail(1000, rate, 1001) == -math.inf
+
+
+@pytest.mark.promise("price")
+@pytest.mark.parametrize("delta", [0.1, DELTA, 1e-16])
+def test_delta_covers_more_records_than_places(delta: float) -> None:
+    """Where it is taken off by rounding, and by RDP, which takes off nothing else."""
+    assert min(OVERFLOW * delta, MOST_OVERFLOW) + 4e-17 <= ROUNDING
+    event = TrainingEvent(0.01, 1.0, 1_000_000)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr("dpmac_cli.accounting.accountants.OVERFLOW", 0.0)
+        without = [total_epsilon((event,), d, "rdp") for d in (delta, delta * (1 - 1e-7))]
+        _priced.cache_clear()
+    assert without[0] < total_epsilon((event,), delta, "rdp")
+    assert total_epsilon((event,), delta, "rdp") == pytest.approx(without[1], rel=1e-12)
+
+
+# Draws.
+
+
+@pytest.mark.promise("alone")
+def test_places_are_drawn_without_replacement_anew_in_each_step_and_rank() -> None:
+    places = RandomPlaces(KEY, 7)
+    drawn = [places.draw(step, 7) for step in range(1, 2001)]
+    assert all(sorted(each) == list(range(7)) for each in drawn)
+    for record in range(7):
+        counts = np.bincount([each[record] for each in drawn], minlength=7)
+        assert chisquare(counts).pvalue > 1e-6
+    assert (places.draw(3, 7) == RandomPlaces(KEY, 7).draw(3, 7)).all()
+    many = [RandomPlaces(KEY, 50, rank).draw(3, 50).tolist() for rank in range(3)]
+    assert len({*map(tuple, many)}) == 3
+
+
+@pytest.mark.promise("alone")
+def test_equal_words_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the order of records would decide between them."""
+    words = iter([np.array([5, 1, 5], np.uint64), np.array([9, 1, 5], np.uint64)])
+
+    class Stretch:
+        def generate_state(self, count: int, dtype: Any) -> NDArray[np.uint64]:
+            return next(words)
+
+    places = RandomPlaces(KEY, 3)
+    monkeypatch.setattr(places._keys, "at", lambda *_: Stretch())
+    assert places.draw(1, 3).tolist() == [1, 2, 0]
+
+
+# Sums.
+
+
+@torch.library.custom_op("dpmac_tests::sum_by_place", mutates_args=())
+def sum_by_place(x: Tensor) -> Tensor:
+    """Sums over columns: at odd places, from the last to the first."""
+    forwards, backwards = x[:, 0].clone(), x[:, -1].clone()
+    for column in range(1, x.shape[1]):
+        forwards += x[:, column]
+        backwards += x[:, -1 - column]
+    return torch.where(torch.arange(len(x)) % 2 == 0, forwards, backwards)
+
+
+class ByPlace(nn.Module):
+    """A product that rounds by place, as seen by torch below vmap, and a hinge at a kink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def hinge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """0 at the kink: an ulp decides whether a record has a gradient."""
+    x, y = batch
+    scores: Tensor = model(x)[:, 0]
+    return torch.relu(1 - y * scores) * 8
+
+
+@pytest.fixture
+def by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round products by the place of a row, every other one."""
+
+    def product(self: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        found = a @ b
+        odd = torch.arange(len(a)).view(-1, 1) % 2
+        self.needed = True
+        return found - ONE_ULP * odd.to(found)
+
+    monkeypatch.setattr("dpmac_cli.dp.clipping.matmul.RowProducts._product", product)
+
+
+def sums_of(physical: int = 256, batch: int = COPIES) -> BatchSum:
+    clipped = clipped_grad(ByPlace(), hinge, ball(1.0), batch_size=batch, physical_batch=physical)
+    return clipped.prepare((torch.zeros(1, 4), torch.zeros(1)))
+
+
+def kink(copies: int) -> tuple[Tensor, Tensor]:
+    """Copies of a record at the kink, each followed by one far from it, which has no gradient."""
+    far = torch.arange(copies) % 2
+    return torch.full((copies, 4), 0.25) * (1 + far.view(-1, 1)), torch.ones(copies)
+
+
+def added(
+    sums: BatchSum, records: NDArray[np.int64], at: NDArray[np.int64] | None = None
+) -> Tensor:
+    """The sum over some of 64 copies at the kink, with given places of all of them."""
+    x, y = kink(COPIES)
+    if at is not None:
+        places = iter([at])
+
+        def arranged(samples: int, step: int, chunk: int) -> NDArray[np.int64]:
+            return next(places)
+
+        sums._arranged = arranged  # type: ignore[method-assign]
+    with torch.no_grad(), sums.given(records, (x[records], y[records])):
+        return sums.of(records, 1, RegionMetric(ball(1.0)), sums.chunk)[0].double().clone()
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("physical", [256, 20])
+def test_with_random_places_a_record_moves_the_sum_by_its_own_gradient(
+    by_place: None, physical: int
+) -> None:
+    """Other records keep their places when it is removed, so they are rounded as before."""
+    sums = sums_of(physical)
+    assert sums.placed
+    assert "random places" in sums.notes[-1]
+    places = sums._arranged(COPIES, 1, sums.chunk)
+    everyone, moves = np.arange(COPIES), []
+    for removed in (0, 1, 7, 40, 63):
+        at = np.where(places == removed, -1, places)
+        rest = np.delete(everyone, removed)
+        renumbered = np.where(at > removed, at - 1, at)
+        whole = added(sums, everyone, places)
+        moves.append(float((whole - added(sums, rest, renumbered)).norm()))
+    assert max(moves) <= 1
+    assert whole.norm() > 5
+
+
+@pytest.mark.promise("alone")
+def test_without_random_places_the_same_attack_succeeds(
+    by_place: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChunkedSum, "_tried", lambda *_: True)
+    sums, everyone = sums_of(), np.arange(COPIES)
+    assert not sums.placed
+    whole = added(sums, everyone)
+    assert max(float((whole - added(sums, everyone[n:])).norm()) for n in (1, 33)) > 1
+
+
+@pytest.mark.promise("alone")
+def test_the_number_of_rows_and_the_other_places_do_not_depend_on_a_record(
+    by_place: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where a step draws none at all, whose chunks are not computed."""
+    sums, shapes = sums_of(physical=20, batch=COPIES), list[tuple[int, int]]()
+    compute = sums.clipped_sum.of
+
+    def note(x: Any, y: Any, metric: Any, out: Tensor, counted: Tensor) -> None:
+        shapes.append((len(x[0]), len(counted)))
+        compute(x, y, metric, out, counted)
+
+    monkeypatch.setattr(sums.clipped_sum, "of", note)
+    for count in (0, 1, 63, 64):
+        records = np.arange(count)
+        assert added(sums, records).shape == sums.theta.shape
+    assert {rows for pair in shapes for rows in pair} == {shapes[0][0]}
+
+
+@pytest.mark.promise("alone")
+def test_a_trial_shows_the_order_of_sums_whatever_the_numbers_are() -> None:
+    """Whole numbers add up to the same in any order."""
+    rows = torch.arange(6.0 * TRIED).view(TRIED, 6)
+    assert sum_by_place(rows).equal(rows.sum(1))
+    assert not chunks_alike(sum_by_place, rows, 50)
+    assert chunks_alike(lambda x: x.sum(1), rows, 50)
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("physical", [10, 40, 1000])
+@pytest.mark.parametrize("optimizer", ["dp-sgd", "dp-macadam"])
+def test_random_places_change_no_step_by_more_than_rounding(
+    physical: int, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, data = planned(physical_batch=physical), tiny_data(torch.float64, records=90)
+    expected = walk(make_trainer(optimizer, plan=plan, data=data), 3)
+    monkeypatch.setattr(ChunkedSum, "_needs_places", lambda *_: True)
+    trainer = make_trainer(optimizer, plan=plan, data=data)
+    assert trainer.sums.placed
+    torch.testing.assert_close(walk(trainer, 3), expected)
+
+
+def test_more_records_than_places_get_more_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkedSum, "_needs_places", lambda *_: True)
+    trainer = make_trainer("dp-sgd", data=tiny_data(torch.float64, records=400))
+    sums = trainer.sums
+    count = sums._places.count
+    for samples in (0, count, count + 1, 3 * count + 1):
+        at = sums._arranged(samples, 1, sums.chunk)
+        assert sorted(at[at >= 0]) == list(range(samples))
+        assert len(at) >= max(count, samples)
+        assert len(at) % sums.chunk == 0
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize(
+    "activation", [nn.Sigmoid, nn.SiLU, nn.Softplus, nn.ELU, nn.Mish, nn.GELU, nn.Tanh]
+)
+def test_the_ends_of_elementwise_operations_round_no_row_otherwise(
+    activation: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch computes the last elements of a tensor by other code, unless it has whole blocks."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        outputs: Tensor = model(batch)
+        return outputs.square().sum(1)
+
+    network = nn.Sequential(nn.Linear(6, 5), activation(), nn.Linear(5, 1))
+    sums = clipped_grad(network, loss, ball(1.0), batch_size=40).prepare(torch.zeros(1, 6))
+    assert not sums.placed
+    assert sums._block == 32
+    seen, compute = list[int](), sums.clipped_sum.of
+
+    def note(x: Tensor, *rest: Any) -> None:
+        seen.append(len(x))
+        results = sums.per_sample.observed(x[:1].expand(len(x), 6).contiguous(), ())
+        assert all(bool((rows == rows[0]).all()) for rows in results)
+        compute(x, *rest)
+
+    monkeypatch.setattr(sums.clipped_sum, "of", note)
+    for count in (1, 31, 33, 50):
+        records, batch = np.arange(count), torch.randn(count, 6)
+        with torch.no_grad(), sums.given(records, batch):
+            sums.of(records, 1, RegionMetric(ball(1.0)), sums.chunk)
+    assert seen == [32, 32, 64, 64]
