@@ -173,7 +173,7 @@ def make_trainer(
     attach(task.model, account)
     if plan.score is not None and ranks.leads:
         trainer.covered = plan.score, Noise(keys.scores, secure=True)
-    if account.histogram is not None and rank == 0:
+    if account.histogram is not None and ranks.leads:
         trainer.counted = account.histogram, Noise(keys.counts, secure=True)
     return trainer
 
