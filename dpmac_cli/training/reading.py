@@ -7,7 +7,8 @@
   which ones the next record gets, but not their distribution. If the dataset seeds a generator
   itself, they would be known, so generators are then seeded for each record.
 
-Out of scope: a dataset that keeps what it has read, unless reading a few records twice shows it.
+Out of scope: a dataset that keeps what it has read, or seeds NumPy's or Python's generator, for few
+of its records, unless reading :data:`PROBES` of them shows it.
 """
 
 import os
