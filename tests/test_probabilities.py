@@ -21,7 +21,9 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event
+from dpmac_cli.config import planning
 from dpmac_cli.config.plan import SHARE, Plan
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Split
@@ -36,6 +38,7 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.tasks.calibration import Calibration, cells, fitted
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
 from tests.digits_runs import SEED, digits_config, report_of, run_trainer, train_digits
 from tests.kinks import at_kinks
 from tests.typed import dpmac
@@ -161,12 +164,19 @@ def test_a_task_of_a_program_is_left_alone() -> None:
     class Own(Classification):
         """Classes of a program."""
 
+    class Numbers(Regression):
+        """Numbers of a program."""
+
+    assert Classification(NAMES).calibrates
+    assert Regression.of("y", 0, 1).calibrates
     assert not Own(NAMES).calibrates
-    with pytest.raises(InputError, match=r"\{?calibration\}?.*is for classes"):
-        resolve(
-            dataset=dpmac_cli.ArrayData(*patients(100), low=0, high=1, target_low=0, target_high=1),
-            calibration="histogram",
-        )
+    assert not Numbers.of("y", 0, 1).calibrates
+    plan = plan_of(epsilon=1.0)
+    facts = replace(plan.facts, task=Own(NAMES))
+    asked = Settings.model_validate({"epsilon": 1.0})
+    assert planning.plan(asked, facts).histogram is None
+    with pytest.raises(InputError, match="is for classes and numbers"):
+        planning.plan(Settings.model_validate({"epsilon": 1.0, "calibration": "histogram"}), facts)
 
 
 # What it costs.

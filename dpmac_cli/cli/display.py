@@ -215,6 +215,8 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     for other in METRICS.values():
         if other != chosen and (beside := _beside(test, other)):
             yield Text(f"test {other.title} {other.text(test[other.key])}{beside}")
+    if (coverage := test.get("interval_coverage")) is not None:
+        yield Text(f"test targets in their intervals of 90%: {percent_or_dash(coverage)}")
     if len(report["classes"]) == 2 and (sensitivity := test.get("sensitivity")):
         both = zip(report["classes"], map(percent_or_dash, sensitivity), strict=True)
         yield Text(f"test sensitivity {', '.join(f'{share} of {name}' for name, share in both)}")

@@ -100,6 +100,15 @@ Threshold = Annotated[
         "a probability of it. [default: that of the run]"
     ),
 ]
+Level = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        lt=1,
+        description="Share of the targets that the intervals of predicted numbers have. [default: "
+        "0.9]",
+    ),
+]
 #: Why an audit takes no dataset.
 GUESSES = "an audit scores guesses, not test samples"
 
@@ -155,6 +164,7 @@ def predict(
     length: Continuation = None,
     temperature: Temperature = None,
     threshold: Threshold = None,
+    level: Level = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -186,6 +196,7 @@ def predict(
             length=length,
             temperature=temperature,
             threshold=threshold,
+            level=level,
         )
     found.write(out)
     if found.skipped.records:

@@ -133,8 +133,8 @@ def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
         return
     if not facts.task.calibrates:
         yield (
-            f"{{calibration=}}{HISTOGRAM} is for classes, but records of {facts.typed} have "
-            f"{facts.task.of_record} each. Leave it out."
+            f"{{calibration=}}{HISTOGRAM} is for classes and numbers, but records of "
+            f"{facts.typed} have {facts.task.of_record} each. Leave it out."
         )
     for name in ("canaries", "no_dp"):
         if getattr(settings, name):

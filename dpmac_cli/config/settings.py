@@ -198,8 +198,9 @@ class Priced(Flags, frozen=True):
     delta: Probability = DELTA
     """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
     calibration: Annotated[str, OneOf((HISTOGRAM, NO_CALIBRATION))] = LATER
-    """Calibrate probabilities by one noisy histogram of the training records, at 2% of the budget.
-    [default: histogram where --epsilon is the target and there are classes, otherwise none]"""
+    """Calibrate probabilities, and give numbers intervals, by one noisy histogram of the training
+    records, at 2% of the budget. [default: histogram where --epsilon is the target, otherwise
+    none]"""
 
 
 class Settings(Priced, frozen=True):

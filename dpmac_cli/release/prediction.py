@@ -39,6 +39,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.resolve import settings_of_data
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 
@@ -321,6 +322,7 @@ def predict(
     length: int | None = None,
     temperature: float | None = None,
     threshold: str | float | None = None,
+    level: float | None = None,
 ) -> Predictions:
     """Predict the classes or numbers of new records, or continue texts.
 
@@ -339,6 +341,7 @@ def predict(
         temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
         threshold: operating point of two classes: "balanced", "sensitivity=0.9" or a probability;
             by default that of the model.
+        level: share of the targets that the intervals of numbers have; by default 0.9.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -346,7 +349,7 @@ def predict(
     """
     where = choose_device(device)
     released = load_model(run, where, factory=factory, network=network, public=public)
-    task = _at(released, threshold)
+    task = _at_level(_at(released, threshold), level, released.path)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
@@ -371,6 +374,18 @@ def _at(released: Released, threshold: str | float | None) -> Task:
         raise InputError(
             f"{{threshold=}}{asked} does not fit {released.path}: {failure}."
         ) from failure
+
+
+def _at_level(task: Task, level: float | None, path: Path) -> Task:
+    """Return a task with intervals of another level if there is one. Raises InputError."""
+    if level is None:
+        return task
+    if not (isinstance(task, Regression) and task.residuals is not None and 0 < level < 1):
+        raise InputError(
+            f"{{level=}}{level} is a share between 0 and 1 for the intervals of numbers, of which "
+            f"{path} has {'none' if getattr(task, 'residuals', None) is None else 'some'}."
+        )
+    return replace(task, level=level)
 
 
 #: Tokens that a language model adds to a text by default.

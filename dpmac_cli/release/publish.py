@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 
 State = Literal["finished", "interrupted", "budget-spent"]
@@ -113,8 +114,17 @@ def public_facts(session: Session) -> report.Facts:
         statement=nist_statement(run) if plan.private else None,
         audit=audited,
         calibration=_calibration(session.trainer.task, run),
+        residuals=_residuals(session.trainer.task, run),
         operating_point=_operating_point(session.trainer.task, guarantee.epsilon),
     )
+
+
+def _residuals(task: Task, run: DescribedRun) -> report.Residuals | None:
+    """Return what intervals of predicted numbers follow from; None without any."""
+    if not isinstance(task, Regression) or task.residuals is None:
+        return None
+    found = asdict(task.residuals)
+    return report.Residuals(**found, statement=text("residuals", run))
 
 
 def _operating_point(task: Task, epsilon: float | None) -> report.OperatingPoint | None:
@@ -126,7 +136,8 @@ def _operating_point(task: Task, epsilon: float | None) -> report.OperatingPoint
 
 def _calibration(task: Task, run: DescribedRun) -> report.Calibration | None:
     """Return how outputs become probabilities; None without a calibration."""
-    if (found := task.calibration_facts) is None:
+    found = task.calibration_facts
+    if found is None or isinstance(task, Regression):
         return None
     return report.Calibration(**found, statement=text("calibration", run))
 

@@ -32,6 +32,7 @@ from dpmac_cli.runs.headers import (
     Versioned,
 )
 from dpmac_cli.tasks.calibration import cell_count
+from dpmac_cli.tasks.residuals import EDGES
 from dpmac_cli.tasks.task import ASKED, EvaluationMetric, Task, task_of
 
 #: Format of report.json and of a model's header; no other is read. It also changes with the rule by
@@ -136,6 +137,19 @@ class Calibration(Said):
     """Standard deviation of the noise in each count."""
 
 
+class Residuals(Said):
+    """Noisy histogram of residuals, from which the intervals of predictions follow.
+
+    A residual is a target minus its prediction, both scaled to [-1, 1] (after the transform).
+    """
+
+    counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_CELLS)]
+    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
+    and 0.02 times 1.5^k to both sides, for k from 0 to 11."""
+    noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+    """Standard deviation of the noise in each count."""
+
+
 class OperatingPoint(Said):
     """Decision between two classes: the last one is said above these log-odds of the network."""
 
@@ -225,6 +239,8 @@ class Facts(Part):
     are in audit.json."""
     calibration: Calibration | None = None
     """How outputs become probabilities. Null if they are the softmax of the outputs."""
+    residuals: Residuals | None = None
+    """What intervals of predicted numbers follow from. Null without intervals."""
     operating_point: OperatingPoint | None = None
     """What decides between two classes. Null for more, and without calibration or --threshold."""
 
@@ -232,12 +248,13 @@ class Facts(Part):
     def task(self) -> Task:
         """Task that the model was trained for, with its calibration."""
         target = None if self.target is None else self.target.model_dump()
-        found = self.calibration
-        kept = None if found is None else found.model_dump(exclude={"statement"})
+        known = {
+            name: None if of is None else of.model_dump(exclude={"statement"})
+            for name, of in (("calibration", self.calibration), ("residuals", self.residuals))
+        }
         at = self.operating_point
         point = None if at is None else at.model_dump(include={"asked", "log_odds"})
-        known = {"classes": self.classes, "target": target, "calibration": kept, "point": point}
-        return task_of(known)
+        return task_of({"classes": self.classes, "target": target, "point": point, **known})
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
@@ -250,6 +267,11 @@ class Facts(Part):
         found, cells = self.calibration, cell_count(len(self.classes))
         if found is not None and (self.target is not None or 2 * len(found.counts) != cells):
             raise ValueError("the calibration is not that of the classes")
+        residuals = self.residuals
+        if residuals is not None and not (
+            isinstance(self.target, Target) and len(residuals.counts) == len(EDGES) + 1
+        ):
+            raise ValueError("the residuals are not those of a number to predict")
         if self.operating_point is not None and len(self.classes) != 2:
             raise ValueError("an operating point without two classes")
         return self

@@ -327,6 +327,13 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "Gaussian noise, in which each counts at most once. Probabilities follow from it, and no "
         "decision does.",
     ),
+    (
+        "residuals",
+        lambda run: True,
+        "After the last step, one histogram of the residuals of the training {run.counted} was "
+        "released with Gaussian noise, in which each counts at most once. Intervals of predictions "
+        "follow from it. Their share of the targets is that of all records, not of each kind.",
+    ),
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (
         "mechanism",

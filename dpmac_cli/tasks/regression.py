@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
+from dpmac_cli.tasks.residuals import EDGES, LEVEL, Residuals, cells
 from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Interval, Task, register_task
 
 if TYPE_CHECKING:
@@ -69,11 +70,17 @@ class Regression(Task):
     Attributes:
         low, high: public range that targets are clipped to; low < high.
         transform: "log1p" predicts log(1 + y), for targets above -1 of very different sizes.
+        residuals: noisy histogram that intervals follow from; None for no intervals.
+        level: share of the targets that an interval has.
+
+    Equality of tasks does not see the last two.
     """
 
     low: float
     high: float
     transform: Transform = "none"
+    residuals: Residuals | None = field(default=None, compare=False)
+    level: float = field(default=LEVEL, compare=False)
 
     of_record: ClassVar[str] = "one number"
     unknown: ClassVar[str] = "no number"
@@ -90,7 +97,7 @@ class Regression(Task):
             "at-or-below", "targets at or below the prediction", coverage, below, lower=None
         ),
     )
-    reported: ClassVar[tuple[str, ...]] = ("constant_mae", "constant_rmse")
+    reported: ClassVar[tuple[str, ...]] = ("constant_mae", "constant_rmse", "interval_coverage")
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
@@ -105,9 +112,10 @@ class Regression(Task):
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the task with these :attr:`facts`."""
-        of = facts["target"]
-        return cls.of(of["name"], of["low"], of["high"], of["transform"])
+        """Return the task with these :attr:`facts`, and intervals if they have residuals."""
+        of, kept = facts["target"], facts.get("residuals")
+        found = cls.of(of["name"], of["low"], of["high"], of["transform"])
+        return found if kept is None else replace(found, residuals=Residuals(**kept))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -122,6 +130,40 @@ class Regression(Task):
                 "transform": self.transform,
             },
         }
+
+    @property
+    def calibrates(self) -> bool:
+        """Return whether it is not a task of a program."""
+        return type(self) is Regression
+
+    @property
+    def cell_count(self) -> int:
+        """Number of cells of the histogram of residuals."""
+        return len(EDGES) + 1
+
+    def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the cell of each record in the histogram of residuals."""
+        return cells(outputs, targets)
+
+    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
+        """Return the task with intervals, which follow from noisy counts of residuals."""
+        return replace(self, residuals=Residuals(tuple(counts.tolist()), noise))
+
+    @property
+    def calibration_facts(self) -> dict[str, Any] | None:
+        """Return the histogram of residuals as JSON values; None without one."""
+        return None if self.residuals is None else asdict(self.residuals)
+
+    def between(self, scaled: Outputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the ends of the interval of each output, on the scale of the target.
+
+        ``scaled`` are outputs, shape (records, 1). Each end has the same shape.
+        """
+        if self.residuals is None:
+            raise ValueError("there are no intervals")
+        known = scaled.astype(np.float64).clip(-1, 1)
+        low, high = self.residuals.interval(self.level)
+        return self.decoded(known + low), self.decoded(known + high)
 
     @property
     def name(self) -> str:
@@ -182,9 +224,14 @@ class Regression(Task):
         return self.decoded(outputs).astype(np.float32)
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
-        """Return predicted numbers; NaN if an output is."""
-        numbers = self.answers(outputs)[:, 0].tolist()
-        return {"predicted": [float(f"{number:.7g}") for number in numbers]}
+        """Return predicted numbers, and their intervals if there are any; NaN if an output is."""
+        numbers: dict[str, Floats] = {"predicted": self.answers(outputs)}
+        if self.residuals is not None:
+            numbers["low"], numbers["high"] = self.between(outputs)
+        return {
+            name: [float(f"{number:.7g}") for number in of[:, 0].tolist()]
+            for name, of in numbers.items()
+        }
 
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
@@ -210,6 +257,14 @@ class Regression(Task):
         """Return the MAE of the median of the test records, and the RMSE of their mean."""
         errors = np.abs(of.truth - np.median(of.truth))
         return {"mae": float(errors.mean()), "rmse": float(of.truth.std())}
+
+    def details(self, of: Compared) -> dict[str, Any]:
+        """Return the share of the targets that are in their intervals, if there are any."""
+        if self.residuals is None:
+            return {}
+        low, high = self.between(self.encoded(of.guess))
+        inside = (low[:, 0] <= of.truth) & (of.truth <= high[:, 0])
+        return {"interval_coverage": float(inside.mean())}
 
     def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
         """Return a note on predictions for which one number for all records is as good.

@@ -1,0 +1,71 @@
+"""Intervals for numbers: quantiles of residuals, from a noisy histogram of the training records.
+
+A residual is a target minus its prediction, both scaled to [-1, 1]. The bins are finest around 0.
+Negative counts, which the noise makes, are removed without moving the total: the counts are
+projected to those that are at least 0 and have the same sum. So empty bins do not add up to a tail.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpmac_cli.libraries import np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.floating[Any]]
+
+#: Edges of bins of residuals above 0: the first, the factor between two, and their number.
+FIRST, FACTOR, COUNT = 0.02, 1.5, 12
+_ABOVE = tuple(itertools.accumulate([FACTOR] * (COUNT - 1), lambda a, b: a * b, initial=FIRST))
+EDGES = (*(-edge for edge in reversed(_ABOVE)), 0.0, *_ABOVE)
+#: Ends of all bins: no residual is beyond them.
+ENDS = (-2.0, *EDGES, 2.0)
+#: Share of the targets that an interval has by default.
+LEVEL = 0.9
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Noisy histogram of residuals.
+
+    Attributes:
+        counts: noisy counts of bins.
+        noise: standard deviation of the noise in each.
+    """
+
+    counts: tuple[float, ...]
+    noise: float
+
+    def interval(self, level: float = LEVEL) -> tuple[float, float]:
+        """Return the residuals between which this share of the targets is, as many on each side."""
+        found = at_least_0(np.array(self.counts))
+        below = np.append(0.0, np.cumsum(found)) / found.sum()
+        low, high = np.interp([(1 - level) / 2, (1 + level) / 2], below, ENDS)
+        return float(low), float(high)
+
+
+def cells(outputs: Floats, targets: Floats) -> NDArray[np.int64]:
+    """Return the bin of the residual of each record, shape (records,); -1 if an output is NaN.
+
+    Args:
+        outputs: predictions on the scale of the targets, shape (records, 1).
+        targets: targets from -1 to 1, shape (records, 1).
+    """
+    residuals = (targets.astype(np.float64) - outputs.astype(np.float64).clip(-1, 1))[:, 0]
+    lost = np.isnan(residuals)
+    bins = np.searchsorted(EDGES, np.where(lost, 0.0, residuals), side="right")
+    return np.where(lost, -1, bins)
+
+
+def at_least_0(counts: Floats) -> Floats:
+    """Return the nearest counts that are at least 0 and have the same sum, or 1 if that is less."""
+    total = max(float(counts.sum()), 1.0)
+    falling = np.sort(counts)[::-1]
+    excess = (np.cumsum(falling) - total) / np.arange(1, len(counts) + 1)
+    last = int(np.flatnonzero(falling > excess)[-1])
+    nearest: Floats = (counts - excess[last]).clip(0)
+    return nearest
