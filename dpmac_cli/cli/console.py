@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
+from dpmac_cli.config.facts import escaped
 from dpmac_cli.errors import InputError, as_flags, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
 
@@ -180,10 +181,14 @@ def print_result(text: str) -> None:
 
 
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
-    """Print messages on stderr, one per line, with settings as flags."""
+    """Print messages on stderr, one per line, with settings as flags.
+
+    Whatever they name, a terminal takes none of it for commands.
+    """
     console = _console(Expendable(sys.stderr))
     for error in errors:
-        console.print(Text.assemble((f"{label}: ", style), as_flags(error)))
+        said = "\n".join(map(escaped, as_flags(error).split("\n")))
+        console.print(Text.assemble((f"{label}: ", style), said))
 
 
 def print_notes(notes: Iterable[str]) -> None:

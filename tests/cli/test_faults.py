@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import Result
@@ -339,3 +340,12 @@ def test_a_refused_run_replaces_nothing() -> None:
     ):
         assert dpmac(*RUN, "--force", *flags).exit_code == code
         assert contents(Path("run")) == before
+
+
+def test_no_name_in_a_message_is_a_command_for_a_terminal(tmp_path: Path) -> None:
+    """Also one that was read from the records."""
+    file = tmp_path / "d.npz"
+    np.savez(file, x=np.eye(6), y=["a\x1b[31mb", "c"] * 3, low=0, high=1)
+    said = dpmac("train", "--dataset", file).stderr
+    assert "\x1b" not in said
+    assert r"--classes a\x1b[31mb,c" in said
