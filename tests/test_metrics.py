@@ -20,11 +20,20 @@ from sklearn import metrics as sklearn
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from dpmac_cli import (
+    ArrayData,
+    InputError,
+    finish,
+    predict,
+    register_task,
+    resolve,
+    train,
+)
 from dpmac_cli.cli.display import as_tables, cells_by_class
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
-from dpmac_cli.tasks.task import METRICS
+from dpmac_cli.tasks.task import ASKED, METRICS, TASKS
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
 
@@ -297,3 +306,24 @@ def test_dropout_is_off_while_records_are_scored(training: bool) -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.cat([*outputs(model, [x])]), model[1](x))
     assert [part.training for part in model.modules()] == [training] * 3
+
+
+def test_a_model_of_a_task_that_is_not_registered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).random((200, 3))
+    data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
+
+    class Own(Classification):
+        asked = True
+
+    try:
+        register_task("own")(Own)
+        settings: dict[str, Any] = {"sigma": 4, "steps": 2, "device": "cpu", "out": "run"}
+        finish(train(resolve(dataset=data, task="own", **settings)))
+    finally:
+        TASKS.pop("own")
+        ASKED.remove("own")
+    with pytest.raises(InputError, match=r"is of the task 'own', which is not registered"):
+        predict("run", x)

@@ -116,5 +116,6 @@ def reading_of(declared: Declaration) -> Reading:
         raise InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
     raise InputError(
         f"{{dataset=}}{declared.path} must be a folder with one folder of images per class, an "
-        ".npz, or a table (.csv, .tsv, .parquet)."
+        ".npz, or a table (.csv, .tsv, .parquet). Other kinds need a program with their reader: "
+        "register_reader."
     )

@@ -33,7 +33,7 @@ from dpmac_cli.runs.headers import (
 )
 from dpmac_cli.tasks.calibration import cell_count
 from dpmac_cli.tasks.residuals import EDGES
-from dpmac_cli.tasks.task import ASKED, EvaluationMetric, Task, task_of
+from dpmac_cli.tasks.task import ASKED, TASKS, EvaluationMetric, Task, task_of
 
 #: Format of report.json and of a model's header; no other is read. It also changes with the rule by
 #: which records are held out, so no model is scored on records that it was trained on.
@@ -196,7 +196,13 @@ class Target(Part):
         return self
 
 
+class _UnknownTaskError(Exception):
+    """A task of a program, which another one has not registered."""
+
+
 def _kind(name: str) -> str:
+    if name not in TASKS:
+        raise _UnknownTaskError(name)
     if name not in ASKED:
         raise ValueError(f"is not one of {', '.join(ASKED)}")
     return name
@@ -409,6 +415,11 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
         version = Versioned.model_validate_json(text, strict=True).version
         if version == SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
+    except _UnknownTaskError as unknown:
+        raise InputError(
+            f"{file} is of the task {str(unknown)!a}, which is not registered. If it is your own, "
+            "use a program that registers it first: register_task."
+        ) from unknown
     except ValidationError as failure:
         fault = first_fault(failure)
         raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure

@@ -327,7 +327,7 @@ def _check_changes(
         if dataset is None and not Path(source).exists():
             remedy = "Put it back, or set {dataset} to its new path."
             if source.startswith("<"):
-                remedy = 'It was in memory in a program: pass it as {"dataset": ...}.'
+                remedy = "It was in memory: resume it in a program, resume(folder, dataset=...)."
             raise InputError(f"The run's data {source} was not found. {remedy}")
         moved |= {"dataset"} if dataset not in DATASETS else set()
     if isinstance(parse_model(before["model"]), UserModel):
