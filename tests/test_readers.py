@@ -98,3 +98,42 @@ def test_its_records_are_clipped_checked_and_split_like_all_others() -> None:
     register_reader("sounds", fits=has_sounds)(lambda _: Reading({"x": [[1.0]], "y": [0]}))
     with pytest.raises(InputError, match="rows of numbers need a public range"):
         inspect(declared("sounds", classes=CLASSES))
+
+
+NUMBERS = {"x": np.arange(40.0)[:, None], "y": [0, 1] * 20, "low": 0, "high": 40}
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (NUMBERS, "returned dict: it must return a Reading"),
+        (None, "returned NoneType: it must return a Reading"),
+        (Reading({"x": NUMBERS["x"]}), "returned no array y"),
+        (Reading({"y": NUMBERS["y"]}), "returned no array x"),
+        (Reading(NUMBERS | {"key": ["a"]}), "returned key of 1 records, and x of 40"),
+        (Reading(NUMBERS | {"name": ["a"]}), "returned name of 1 records, and x of 40"),
+    ],
+)
+def test_what_a_reader_forgets_is_said(returned: Any, said: str) -> None:
+    register_reader("sounds", fits=has_sounds)(lambda _: returned)
+    with pytest.raises(InputError, match=f"The reader 'sounds' {said}"):
+        inspect(declared("sounds", classes=CLASSES))
+
+
+def test_records_may_be_named_by_numbers() -> None:
+    named = Reading(NUMBERS | {"key": range(40)})
+    register_reader("sounds", fits=has_sounds)(lambda _: named)
+    train, test = records_of(declared("sounds", classes=CLASSES))
+    assert len(train.x) + len(test.x) == 40
+
+
+@pytest.mark.promise("published")
+def test_what_a_reader_says_of_a_record_is_not_repeated() -> None:
+    @register_reader("sounds", fits=has_sounds)
+    def failing(_: Declaration) -> Reading:
+        raise ValueError("the sound 1 2 3")
+
+    said = "The reader 'sounds' failed on sounds: ValueError"
+    with pytest.raises(InputError, match=said) as caught:
+        inspect(declared("sounds", classes=CLASSES))
+    assert "1 2 3" not in str(caught.value)

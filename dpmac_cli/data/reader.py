@@ -16,7 +16,8 @@ from dpmac_cli.config.facts import NONE_LEFT_OUT, LeftOut
 from dpmac_cli.config.records import Numbers
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.tasks.task import is_labelled
 
 #: Lists that name new records.
 NAMES = ("name", "id")
@@ -106,7 +107,8 @@ def reading_of(declared: Declaration) -> Reading:
     """Read a dataset with the reader of its kind. Raises InputError with every fault found."""
     if kind := kind_of(declared):
         _, read = READERS[kind]
-        reading = read(declared)
+        own = not read.__module__.startswith(f"{__package__}.")
+        reading = _read_by(kind, read, declared) if own else read(declared)
         arrays = {
             name: of if isinstance(of, Rows) or name in NAMES else as_array(of, name)
             for name, of in reading.arrays.items()
@@ -119,3 +121,34 @@ def reading_of(declared: Declaration) -> Reading:
         ".npz, or a table (.csv, .tsv, .parquet). Other kinds need a program with their reader: "
         "register_reader."
     )
+
+
+def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
+    """Read a dataset with a reader of a program, and check what it returns. Raises InputError."""
+    try:
+        reading = read(declared)
+    except (InputError, MemoryError):
+        raise
+    except Exception as failure:
+        raise InputError(
+            f"The reader '{kind}' failed on {declared.path}: {type(failure).__name__}. Its message "
+            "may contain private records, so it is not repeated: it is the __cause__ of this error."
+        ) from failure
+    if not isinstance(reading, Reading):
+        raise InputError(
+            f"The reader '{kind}' returned {type(reading).__name__}: it must return a Reading."
+        )
+    labelled = declared.labels and is_labelled(declared.settings.task)
+    arrays = dict(reading.arrays)
+    absent = [name for name in ("x", "y")[: 1 + labelled] if name not in arrays]
+    raise_errors(f"The reader '{kind}' returned no array {name}." for name in absent)
+    lists = [name for name in (*NAMES, "key") if name in arrays]
+    raise_errors(
+        f"The reader '{kind}' returned {name} of {len(arrays[name])} records, and x of "
+        f"{len(arrays['x'])}."
+        for name in lists
+        if len(arrays[name]) != len(arrays["x"])
+    )
+    if "key" in arrays:
+        arrays["key"] = np.array([*map(str, arrays["key"])], object)
+    return replace(reading, arrays=arrays)
