@@ -113,6 +113,18 @@ def test_the_draws_of_a_function_are_the_same_for_each_record() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.promise("features")
+def test_a_function_may_return_one_tensor_again() -> None:
+    found = torch.empty(64)
+
+    @register_features("reused", 64)
+    def reused(image: Tensor) -> Tensor:
+        return found.copy_(image.flatten())
+
+    x = torch.rand(5, 1, 8, 8)
+    assert torch.equal(OneByOne(OWN_FEATURES["reused"])(x).flatten(1), x.flatten(1))
+
+
 def test_a_function_that_was_changed_computes_again() -> None:
     """Though it says the same of the first records, which are tried."""
     seen = list[int]()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -52,7 +53,7 @@ FEW = 128
 #: Number of images that a process decodes between reports of progress.
 AT_A_TIME = 16
 #: Version of the decoding, which is part of the cached file's name.
-VERSION = 4
+VERSION = 5, PIL.__version__
 
 
 @register_reader("images", lambda declared: declared.path.is_dir() and declared.texts is None)
@@ -115,7 +116,7 @@ def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:
     """Return the file of decoded images, whose name tells everything that determines them."""
     settings = declared.settings
     read = [declared.channels, settings.image_size, settings.levels]
-    key = [VERSION, str(declared.path.resolve()), *read, images]
+    key = [*VERSION, str(declared.path.resolve()), *read, images]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_folder() / f"{name}{WHOLE}"
 

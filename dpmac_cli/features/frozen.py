@@ -132,7 +132,7 @@ class OneByOne(nn.Module):
                 f"record of shape {tuple(record.shape)}, but it was registered with width="
                 f"{self._features.width}: it must return that many numbers."
             )
-        return found.detach().to(record)
+        return found.detach().to(record, copy=True)  # a function may return one tensor again
 
 
 class Mirrored(nn.Module):
