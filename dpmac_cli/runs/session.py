@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -196,16 +196,7 @@ class Session:
                 event: Progress | Evaluated = Progress(step, self.seconds)
                 epsilon = ahead.result() if ahead.done() else None
                 if scored:
-                    if trainer.calibrate():
-                        self.save()  # with the weights, so it is not paid for again
-                    epoch, result = step / per_epoch, trainer.score()
-                    trainer.check_network()
-                    epsilon = ahead.result()
-                    if last and plan.search is None:  # like the report
-                        epsilon = self.account.epsilon
-                    event = Evaluated(step, epoch, self.seconds, result, last)
-                    self.scored = result if isinstance(result, Evaluation) else self.scored
-                    self.history.append(metrics_line(event, epsilon, plan))
+                    event, epsilon = self._score(ahead, last=last)
                     ahead = pool.submit(self._epsilon, self._next(step))
                 # No other score may be released instead of one that was shown.
                 if due or (last and plan.settings.cover_scores):
@@ -224,6 +215,25 @@ class Session:
                 )
                 chunk = min(chunk, state.chunk)
                 shown = mark = time.perf_counter()  # exclude the handling of events
+
+    def _score(self, ahead: Future[float], *, last: bool) -> tuple[Evaluated, float]:
+        """Score the model as it is; return the event, and the epsilon that is shown with it.
+
+        After the last step, training records are counted first, if they are. ``ahead`` computes the
+        epsilon of this step.
+        """
+        trainer, plan, step = self.trainer, self.plan, self.trainer.state.step
+        if trainer.calibrate():
+            self.save()  # with the weights, so it is not paid for again
+        result = trainer.score()
+        trainer.check_network()
+        epsilon = ahead.result()
+        if last and plan.search is None:  # like the report
+            epsilon = self.account.epsilon
+        event = Evaluated(step, step / plan.event.steps_per_epoch, self.seconds, result, last)
+        self.scored = result if isinstance(result, Evaluation) else self.scored
+        self.history.append(metrics_line(event, epsilon, plan))
+        return event, epsilon
 
     @property
     def _unscored(self) -> bool:
