@@ -268,6 +268,8 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
                        [(torch.tensor([98, 0]), "1")], [(torch.tensor([98, 0]), "2")]),
     "image arrays": (image_arrays, GREY, [np.full((8, 8), 99, np.uint8)],
                      [GREY[3] / 99, GREY[3].astype(int), (GREY[3] / 99).tolist()]),
+    "Pillow": (image_arrays, [Image.fromarray(of) for of in GREY], [Image.new("L", (8, 8), 99)],
+               [Image.new("F", (8, 8), 0.5), Image.new("I", (8, 8), 9)]),
     "torch": (torch_dataset, [(torch.tensor([n, n % 2]) / 2, n % 2) for n in range(COUNT)],
               SAMPLES, BAD_SAMPLES),
     "torch images": (torch_images, [(Image.fromarray(of), torch.tensor(n % 2))
@@ -285,8 +287,8 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Declaration], Contents, Cont
 }  # fmt: skip
 
 
-IN_MEMORY = ("arrays", "numbered", "numbers", "image arrays", "texts", "Hugging Face",
-             "torch", "torch numbered", "torch images")  # fmt: skip
+IN_MEMORY = ("arrays", "numbered", "numbers", "image arrays", "Pillow", "texts",
+             "Hugging Face", "torch", "torch numbered", "torch images")  # fmt: skip
 
 
 def seen(source: Declaration) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], int]:

@@ -31,9 +31,12 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
     Raises InputError, also for images of several types: one of floats would make numbers of all.
     """
     items = values if isinstance(values, list | tuple) else ()
+    # Pillow's images have a mode in place of a type.
+    types = {getattr(item, "dtype", getattr(item, "mode", None)) for item in items}
     images = any(getattr(item, "ndim", 0) > 1 for item in items)
+    images = images or any(isinstance(kind, str) for kind in types)
     try:
-        if images and len({getattr(item, "dtype", None) for item in items}) > 1:
+        if images and len(types) > 1:
             raise TypeError("images of several types")
         texts = any(isinstance(item, str) for item in items)
         return np.array(values, object) if texts else np.asarray(values)
