@@ -96,7 +96,7 @@ def test_evaluation_prediction_and_card_decide_at_the_stored_point() -> None:
     scope: dict[str, Any] = {}
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace('"model.safetensors"', '"run/model.safetensors"'), scope)
-    rows = torch.from_numpy(x).reshape(-1, 4, 1, 1)
+    rows = torch.from_numpy(x)
     assert [NAMES[k] for k in scope["classify"](rows).tolist()] == list(found.predicted)
 
 

@@ -122,7 +122,7 @@ def test_the_code_of_a_card_computes_the_same_probabilities() -> None:
     scope: dict[str, Any] = {}
     exec(code.replace('"model.safetensors"', '"run/model.safetensors"'), scope)
     x = patients(50, 2)[0]
-    rows = torch.from_numpy(x).reshape(-1, 4, 1, 1)
+    rows = torch.from_numpy(x)
     predictions = dpmac_cli.predict("run", x)
     assert scope["probabilities"](rows).numpy() == pytest.approx(predictions.answers, abs=1e-5)
     assert scope["classify"](rows).tolist() == predictions.outputs.argmax(1).tolist()
