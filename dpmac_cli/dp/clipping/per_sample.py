@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, vjp, vmap
 
 from dpmac_cli.dp.clipping.batches import (
     Batch,
@@ -25,7 +25,6 @@ from dpmac_cli.dp.clipping.batches import (
     by_row,
     map_rows,
     samples_in,
-    tensors_in,
 )
 from dpmac_cli.dp.clipping.layer_calls import (
     calls_by_module,
@@ -189,16 +188,16 @@ class PerSample:
     def observed(self, x: Batch, y: Batch) -> list[Tensor]:
         """Return everything that a chunk's gradients are computed from, one row per sample or view.
 
-        A result that is equal for two samples may come from values that differ, such as the zero of
-        a ReLU or of a hinge loss. So the results of all operations are included.
+        Gradients are not computed. A result that is equal for two samples may come from values that
+        differ, such as the zero of a ReLU or of a hinge loss. So the results of all operations are
+        included.
         """
         results = self._results = list[Tensor]()
         try:
-            losses, weights, found = self(x, y)
+            losses, weights, _ = self(x, y)
         finally:
             self._results = None
-        uses = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
-        return [losses, weights.value, *results, *tensors_in(uses)]
+        return [losses, weights.value, *results]
 
     def shapes_noted(self, x: Batch, y: Batch) -> tuple[bool, bool]:
         """Compute a chunk; return what its shapes say of the rounding of rows.
@@ -245,9 +244,10 @@ class PerSample:
                 losses, weights = of_unit(
                     losses, Weights(*(t.view(-1, self.views) for t in of_rows))
                 )
+            if self._results is not None:
+                self._results += [t.detach() for t in (*inputs, *outputs)]
+                return losses.detach(), weights, []
             grad_outputs = torch.autograd.grad(losses.sum(), outputs)
-        if self._results is not None:
-            self._results += [out.detach() for out in outputs]
         by_sample = [
             [t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, grad_outputs)
         ]
@@ -289,14 +289,16 @@ class PerSample:
                 raise ModelError(OTHER_CALLS)
             return loss, (loss, weight, read, kept or [])
 
-        one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
+        gradient: Any = grad if kept is None else _without_backward
+        one = gradient(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
         products = self._products if self.by_rows else nullcontext()
         with torch.no_grad(), supported(), taps_on, DrawnAgain(), products:
             (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, x, y)
         if self._results is not None:
-            self._results += results
+            self._results += [*inputs, *results]
+            return losses, weights, []
         calls = calls_by_module(called, inputs, grad_outputs)
         return (
             losses,
@@ -465,6 +467,19 @@ class PerSample:
         with tapped(self._recorded_of(layers), self._by_function, note), torch.enable_grad():
             self._alone.loss(model, x_0, y_0)
         return called
+
+
+def _without_backward(function: Any, **_: Any) -> Any:
+    """Return a function of the same arguments that prepares a backward pass, and runs none.
+
+    Instead of gradients, it returns two empty containers.
+    """
+
+    def forward(taps: Any, trained: Any, x: Batch, y: Batch) -> tuple[Any, Any]:
+        *_, aux = vjp(lambda of: function(*of, x, y), (taps, trained), has_aux=True)
+        return ((), ()), aux
+
+    return forward
 
 
 def _stacked(weights: Sequence[Weights]) -> Weights:
