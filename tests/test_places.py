@@ -18,6 +18,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import MOST_OVERFLOW, OVERFLOW, log_tail, places_of
 from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.clipping.order_of_sums import _ordinary, _showing_order
 from dpmac_cli.randomness.sampling import RandomPlaces
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from tests.helpers import make_trainer, planned, tiny_data, walk
@@ -240,6 +241,21 @@ def test_a_trial_shows_the_order_of_sums_whatever_the_numbers_are() -> None:
     assert sum_by_place(rows).equal(rows.sum(1))
     assert not chunks_alike(sum_by_place, rows, 50)
     assert chunks_alike(lambda x: x.sum(1), rows, 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_that_show_an_order_are_of_all_sizes_and_both_signs(dtype: torch.dtype) -> None:
+    numbers = torch.randn(100, 100, dtype=dtype)
+    for made, least, largest in ((_showing_order, 2.0**-12, 2.0**13), (_ordinary, 0.5, 2.0)):
+        found = made(numbers)
+        assert found.dtype == dtype
+        assert found.abs().min() < 1.1 * least
+        assert 0.9 * largest < found.abs().max() <= largest
+        assert 0.45 < (found > 0).double().mean() < 0.55
+        last_bits = made(torch.nextafter(numbers, numbers + 1))
+        assert (last_bits == found).double().mean() < 1e-3
+        assert made(numbers[:, 1::3]).equal(found[:, 1::3])
+    assert _showing_order(numbers[:1, 1::3].expand(7, -1)).stride() == (0, 3)
 
 
 @pytest.mark.promise("alone")

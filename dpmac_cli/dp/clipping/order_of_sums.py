@@ -125,8 +125,9 @@ def _hashed(numbers: Tensor, exponents: int, below: int) -> Tensor:
     """
     integers, mantissa, width, bias, first, second = FORMATS[numbers.dtype]
     bits = numbers.view(integers) * first
-    bits = (bits ^ (bits >> 15)) * second
-    bits = bits ^ (bits >> 13)
-    exponent = ((bits >> 7) & 0xFFFF) % exponents - below + bias
+    bits.bitwise_xor_(bits >> 15).mul_(second)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))  # the sign stays random
+    exponent = (bits >> 7).bitwise_and_(0xFFFF).mul_(exponents).bitwise_right_shift_(16)
+    exponent.add_(bias - below).bitwise_left_shift_(mantissa)
     others = ~(((1 << width) - 1) << mantissa)
-    return ((bits & others) | (exponent << mantissa)).view(numbers.dtype)
+    return bits.bitwise_and_(others).bitwise_or_(exponent).view(numbers.dtype)
