@@ -528,3 +528,11 @@ def test_outputs_that_are_not_numbers_are_left_out() -> None:
     counts = counted(trainer)
     assert np.isfinite(counts).all()
     assert 100 < counts.sum() < 1000
+
+
+def test_counts_that_no_line_fits_are_believed_themselves() -> None:
+    """Counts of a run on a table of two dimensions: a line of slope 1 is the nearest to them."""
+    below = [[31, 31], [586, 259], [997, 83], [386, 30], [257, 137]]
+    above = [[163, 262], [21, 283], [4, 552], [9, 221], [0, 24]]
+    slope, _ = fitted(np.array([*below, *above], float), 26.4, signed=True)
+    assert 0.3 < slope < 0.6

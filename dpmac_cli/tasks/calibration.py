@@ -36,6 +36,8 @@ SLOPE, INTERCEPT = (-0.7, 0.7), (0.0, 0.4)
 SLOPES, INTERCEPTS = (-3.5, 1.0, 46), (-3.0, 3.0, 61)
 #: Expected gain over its standard deviation from which a network is calibrated.
 CLEAR = 1.0
+#: Squared deviations per bin, in multiples of the noise, from which no line fits the counts.
+MISFIT = 2.0
 #: Largest output: larger ones, and infinite ones, have no difference.
 LARGEST = 1e300
 
@@ -133,15 +135,21 @@ def fitted(counts: NDArray[np.float64], noise: float, *, signed: bool) -> tuple[
     records = ((shares * counts).sum(2) / np.square(shares).sum(2)).clip(0)
     expected = records[..., None] * shares
     variance = noise**2 + records * shares.prod(2)
-    likelihood = np.square(counts - expected).sum(2) / variance + np.log(variance)
+    squares = (np.square(counts - expected).sum(2) / variance).sum(1)
+    # Where no line fits, the counts themselves say what the loss is.
+    misfit = float(squares.min()) / len(middles)
+    trusted = 1 - 1 / misfit if misfit > MISFIT else 0.0
     prior = _squares(np.log(slopes), *SLOPE) + _squares(intercepts, *INTERCEPT) * signed
-    posterior = special.softmax(-0.5 * (likelihood.sum(1) + prior))
+    likelihood = squares * (1 - trusted) + np.log(variance).sum(1)
+    posterior = special.softmax(-0.5 * (likelihood + prior))
+    expected = (1 - trusted) * expected + trusted * counts.clip(0)
     mean = np.tensordot(posterior, expected, 1)
     best = int((losses * mean).sum((1, 2)).argmin())
-    before = np.logaddexp(0, np.stack([middles, -middles], 1))
-    gains = ((before - losses[best]) * expected).sum((1, 2))
+    saved = np.logaddexp(0, np.stack([middles, -middles], 1)) - losses[best]
+    gains = (saved * expected).sum((1, 2))
     gain = float(posterior @ gains)
-    deviation = math.sqrt(float(posterior @ np.square(gains - gain)))
+    spread = float(posterior @ np.square(gains - gain))
+    deviation = math.sqrt(spread + (trusted * noise) ** 2 * float(np.square(saved).sum()))
     if not gain > CLEAR * deviation:
         return 1.0, 0.0
     return float(slopes[best]), float(intercepts[best])
