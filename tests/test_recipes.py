@@ -208,7 +208,7 @@ def test_a_recipe_resolves_to_the_same_numbers(name: str) -> None:
         found = numbers_of(plan)
         if RECIPES[name].epsilon and not name.startswith("bench"):
             shown = float(RECIPES[name].epsilon)
-            cost = total_epsilon((plan.event,), plan.settings.delta)
+            cost = total_epsilon(plan.planned, plan.settings.delta)
             assert cost == pytest.approx(shown, rel=2e-3)
     same(json.loads(json.dumps(found)), kept)
 

@@ -111,10 +111,12 @@ def counts(result: Evaluation) -> NDArray[np.int64]:
 def _counted(result: Evaluation) -> tuple[NDArray[np.int64], int]:
     """Return what each record adds to the score, shape (records,), and the most that it can add.
 
-    A task sees one record at a time, so it cannot mix them, and made-up ones for the most. What it
-    says of a record is kept within that.
+    A task of a program sees one record at a time, so it cannot mix them, and made-up ones for the
+    most. What it says of a record is kept within that.
     """
     task, outputs, targets = result.task, result.logits.numpy(), result.labels.numpy()
+    if type(task).__module__.startswith("dpmac_cli."):
+        return task.counted(result.compared)
     _, most = task.counted(task.compared(*task.examples()))
     counted = np.empty(len(targets), np.int64)
     for row in range(len(targets)):

@@ -224,9 +224,11 @@ def shown_of(result: Compared, **flags: Any) -> str:
     last = Evaluated(1, 1.0, 0.1, found, last=True)
     display.show(Update(event=last, epsilon=1.0, planned=1.0))
     display.close()
-    report = {"test": {"accuracy": 0.5, "samples": 2}, "audit": None}
-    privacy = {"covered_scores": None, "private": False}
-    display.show(Finished({**report, "privacy": privacy}, Path("run"), "interrupted"))
+    report = {"test": {"accuracy": 0.5, "samples": 2}, "audit": None, "operating_point": None}
+    privacy, classes = {"covered_scores": None, "private": False}, list[str]()
+    display.show(
+        Finished({**report, "privacy": privacy, "classes": classes}, Path("run"), "interrupted")
+    )
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 
