@@ -115,7 +115,7 @@ def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
     for run in study.runs:
         config = run.plan
         assert run.column in (0.1, 0.2)
-        price = total_epsilon((config.event,), config.settings.delta)
+        price = total_epsilon(config.planned, config.settings.delta)
         assert 0.99 * run.column < price <= run.column
     assert len({run.plan.event.noise_multiplier for run in study.runs}) == 2
 
