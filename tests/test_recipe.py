@@ -192,10 +192,10 @@ def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
 
         trainer.sums.clipped_sum.of = note  # type: ignore[assignment,method-assign]
         trainer.step()
-        views = torch.cat(inputs).view(len(rows), 3, -1)
-        seen.append(views[rows.index(4)])
-    assert torch.equal(seen[0], seen[1])
-    assert torch.equal(seen[0], seen[2])
+        seen.append(torch.cat(inputs).view(len(rows), 3, -1))
+    [alone] = seen[0]
+    for views in seen[1:]:  # at a place of its own
+        assert [torch.equal(of, alone) for of in views].count(True) == 1
 
 
 def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
