@@ -111,8 +111,13 @@ def chunks_alike(run: RunNetwork, base: Batch, chunk: int, block: int = 1) -> bo
 def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
     # Random numbers differ by place.
     draws = _draws(run, base, min(numbers[0], LEAST_ROWS))
-    with constant_draws() if draws else nullcontext(), OrderOfSums():  # type: ignore[no-untyped-call]
-        return rows_alike(run, base, numbers)
+
+    def showing_order(rows: Batch) -> Any:
+        with OrderOfSums():  # type: ignore[no-untyped-call]
+            return run(rows)
+
+    with constant_draws() if draws else nullcontext():
+        return rows_alike(showing_order, base, numbers)
 
 
 def unaffected(
