@@ -228,7 +228,7 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         def split(part: Split) -> Split:
             return Split(first.expand(len(part), *first.shape[1:]), part.labels)
 
-        plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
+        plain = torch.ones(1), torch.zeros(1)
         return Data(split(data.train), split(data.test), *plain, data.task), ""
 
     monkeypatch.setattr(prepare, "featured", featured)
