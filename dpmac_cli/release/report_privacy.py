@@ -20,7 +20,18 @@ def _printable(text: str) -> str:
     return text
 
 
-Events = Annotated[tuple[TrainingEvent, ...], Field(min_length=1, max_length=MOST_PARTS)]
+def _of_training(events: tuple[TrainingEvent, ...]) -> tuple[TrainingEvent, ...]:
+    """Return events, one of which is of training. Raises ValueError for others."""
+    if not any(event.trains for event in events):
+        raise ValueError("has no event of training")
+    return events
+
+
+Events = Annotated[
+    tuple[TrainingEvent, ...],
+    Field(min_length=1, max_length=MOST_PARTS),
+    AfterValidator(_of_training),
+]
 PrintableText = Annotated[str, AfterValidator(_printable)]
 
 
