@@ -6,6 +6,7 @@ same shape. Imports nothing slow.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,7 +25,7 @@ Shape = Annotated[tuple[Side, ...], Field(min_length=1, max_length=MOST_SIDES)]
 Scaling = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class Records(BaseModel):
+class Records(BaseModel, ABC):
     """Records of one kind, all of one shape. All of it is public."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -70,9 +71,9 @@ class Records(BaseModel):
         return self.constants
 
     @property
+    @abstractmethod
     def constants(self) -> Scaling:
         """Return the factors and summands of standardisation."""
-        raise NotImplementedError
 
     def _check_constants(self, *constants: tuple[float, ...]) -> None:
         """Raise ValueError unless a record can be stored and each channel has constants."""
@@ -154,7 +155,7 @@ class Texts(Numbers):
     one: ClassVar = "one record"
     public: ClassVar = ("columns, their ranges, and largest numbers of tokens",)
 
-    kind: Literal["texts"] = "texts"  # type: ignore[assignment]
+    kind: Literal["texts"] = "texts"  # type: ignore[assignment]  # it tells kinds apart
     """What the records are."""
     texts: tuple[tuple[Annotated[int, Field(ge=0, le=MOST_VALUES)], Side], ...]
     """First input and number of inputs of each text, which are the numbers of its tokens."""
