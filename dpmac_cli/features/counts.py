@@ -1,0 +1,440 @@
+"""Private distributions of the columns of a table, of which nothing but their kind is declared.
+
+Three rounds of noisy counts find where the numbers of each column are. The cells of the first one
+are powers of 4 of both signs, with one cell for zero, the same for all columns. Those of a later
+round follow from the counts of the earlier ones: cells are split where many numbers are, and merged
+where few are. Ranges to clip to and ranks are post-processing of all counts.
+
+Each round is one Gaussian mechanism. A record has at most one number in a column, and the cells of
+a partition are disjoint, so a record changes the counts of C columns by at most sqrt(C) in the L2
+norm, whatever their partitions are, and a unit with m records of weight 1/m each by at most as much
+(:mod:`dpmac_cli.dp.histogram`). Partitions depend on released counts only. The rounds therefore
+compose: with noise multipliers s_1, s_2, s_3 they are together mu-GDP, mu^2 = sum_r 1 / s_r^2.
+
+What may not be found: a range far from zero whose width is a small part of its numbers, such as
+1,000,000 to 1,000,009, and identifiers; values that are rarer than the noise, such as 5% that are
+not zero in few records, of which only that they are not zero is found. Their ranks lose order
+inside a cell, and a range may be too wide. Nothing of this weakens the guarantee.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from dpmac_cli.accounting.events import TrainingEvent, histogram_event
+from dpmac_cli.dp.histogram import WHOLE, NoisyHistogram, count, weights_of
+from dpmac_cli.dp.mechanism import SecureMechanism, ball
+from dpmac_cli.randomness.noise import SeededNormals
+
+Floats = NDArray[np.float64]
+
+#: Shares of the events of columns: of mu^2 for each round.
+ROUNDS = (0.2, 0.3, 0.5)
+#: Edges of the cells of the first round. The cell between the two in the middle is zero.
+POWERS = 4.0 ** np.arange(-10, 21)
+FIRST: Floats = np.concatenate([-POWERS[::-1], POWERS])
+#: Ends of the cell of zero.
+ZERO = -float(POWERS[0]), float(POWERS[0])
+#: Cells with more than 1 / CELLS of the numbers are split after the first round; after later ones
+#: with more than the noise allows, as far as these two.
+CELLS, FEWEST = 64, 8
+#: Deviations of the noise from which a cell of the first round is kept, between rounds and at the
+#: end, and from which its neighbour is.
+BETWEEN, AT_END, BESIDE = 1.5, 2.0, 1.0
+#: Numbers of neighbouring cells of the first round that are kept if they are together.
+WINDOWS = (1, 2, 3, 4, 6)
+#: Share of the numbers beyond each end of a range, before it is made wider: the least, the most,
+#: and in deviations of the noise.
+TAIL, MOST_TAIL, TAIL_NOISE = 0.01, 0.25, 2.0
+#: Part of its width by which a range is made wider on each side.
+MARGIN, TARGET_MARGIN = 0.25, 0.5
+#: Part of a number that a cell or a range is at least wide.
+NARROWEST, NARROWEST_RANGE = 1e-6, 1e-3
+#: Deviation of the noise that exact counts are treated as if they had.
+EXACT = 1e-3
+#: Least spread of a number to predict, as a part of half of its range.
+LEAST_SPREAD = 0.03
+
+
+def column_events(mu_squared: float) -> tuple[TrainingEvent, ...]:
+    """Return the events of the three rounds of :func:`distributions`, whose mu^2 add up to this.
+
+    ``mu_squared`` is a part of that of the whole run, such as a tenth. The number of columns does
+    not matter: noise multipliers are noise over sensitivity. An event may equal one of another
+    mechanism of the run; each of the two is begun.
+    """
+    return tuple(histogram_event(1 / math.sqrt(mu_squared * share)) for share in ROUNDS)
+
+
+def target_events(range_mu_squared: float, moments_mu_squared: float) -> tuple[TrainingEvent, ...]:
+    """Return the events of a number to predict: three of its range, and one of its moments.
+
+    The first three are those of :func:`distributions` of one column, the last one is that of
+    :func:`target_moments`.
+    """
+    moments = histogram_event(1 / math.sqrt(moments_mu_squared))
+    return (*column_events(range_mu_squared), moments)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Distribution of a column, from noisy counts. All of it may be published.
+
+    Attributes:
+        low, high: range to clip the numbers of the column to; low < high.
+        edges: ends of the pieces of a cumulative distribution that is linear in between, ascending.
+        shares: its value at each edge, from 0 to 1, ascending.
+    """
+
+    low: float
+    high: float
+    edges: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def ranks(self, values: Floats) -> Floats:
+        """Return the share of numbers below each value, in [0, 1], in the shape of ``values``.
+
+        Equal values have equal ranks. Infinite ones are 0 and 1; NaN stays NaN.
+        """
+        ranks: Floats = np.interp(values, self.edges, self.shares)
+        return ranks
+
+
+def distributions(
+    values: Floats,
+    events: Sequence[TrainingEvent],
+    noise: SeededNormals,
+    begin: Callable[[TrainingEvent], None],
+    owners: NDArray[np.int64] | None = None,
+    units: int | None = None,
+) -> tuple[Distribution, ...]:
+    """Return the distribution of each column, with one event per round.
+
+        events = column_events(0.1 * mu**2)
+        found = distributions(values, events, noise, account.begin)
+        ranks = found[0].ranks(values[:, 0])
+
+    Args:
+        values: numbers, shape (records, columns). NaN is a missing number, and counts in a cell of
+            its own; infinite numbers are in the cells at the ends.
+        events: event of each round: see :func:`column_events`.
+        noise: fresh random numbers, used only here.
+        begin: called with the event of a round before its records are read. It may raise.
+        owners: index of each record's unit of privacy, shape (records,); None if each record is
+            one.
+        units: number of units, which is public; by default that of records.
+    """
+    if not values.shape[1]:
+        return ()
+
+    def counted(event: TrainingEvent, partitions: Sequence[Floats]) -> NoisyHistogram:
+        begin(event)  # before any number is read
+        sizes = tuple(map(len, partitions))
+        return NoisyHistogram.release(_cells(values, partitions), sizes, event, noise, owners)
+
+    return _adapted(counted, events, values.shape[1], units or len(values))
+
+
+def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
+    """Return the distribution of each column from exact counts: without privacy.
+
+    ``values`` are as in :func:`distributions`, of which it is the limit for little noise.
+    """
+    weights = weights_of(None, len(values))
+
+    def counted(event: TrainingEvent, partitions: Sequence[Floats]) -> NoisyHistogram:
+        cells = _cells(values, partitions)
+        sums = (count(cells[:, k], len(edges), weights) for k, edges in enumerate(partitions))
+        return NoisyHistogram(tuple(sums), 0.0)
+
+    silent = (histogram_event(0.0),) * len(ROUNDS)
+    return _adapted(counted, silent, values.shape[1], len(values)) if values.shape[1] else ()
+
+
+def target_range(distribution: Distribution) -> tuple[float, float]:
+    """Return the range to clip a number to predict to: wider than that of a column."""
+    width = distribution.high - distribution.low
+    margin = TARGET_MARGIN * width
+    return distribution.low - margin, distribution.high + margin
+
+
+def target_moments(
+    values: Floats,
+    low: float,
+    high: float,
+    event: TrainingEvent,
+    noise: SeededNormals,
+    begin: Callable[[TrainingEvent], None],
+    owners: NDArray[np.int64] | None = None,
+    units: int | None = None,
+) -> tuple[float, float]:
+    """Return mean and standard deviation of a number to predict, with noise.
+
+    Numbers are clipped to a public range and scaled to t in [-1, 1]. The sum over units of (t, t^2)
+    has sensitivity sqrt(2), the sensitivity that the event's noise multiplier is multiplied by.
+
+    Args:
+        values: numbers to predict, shape (records,). NaN counts as the middle of the range.
+        low, high: ends of the range, which are public: see :func:`target_range`.
+        event: event of the moments: the last one of :func:`target_events`.
+        noise: fresh random numbers, used only here.
+        begin: called with the event before the records are read. It may raise.
+        owners: index of each record's unit of privacy, shape (records,); None if each record is
+            one.
+        units: number of units, which is public; by default that of records.
+
+    Returns:
+        Mean, within the range, and standard deviation, at least 3% of half of its width.
+    """
+    begin(event)  # before any number is read
+    sums = torch.from_numpy(_moment_sums(values, low, high, owners))
+    # The grid divides the sums, so rounding to it adds nothing to the sensitivity.
+    mechanism = SecureMechanism(event.noise_multiplier * math.sqrt(2), max(units or len(values), 1))
+    first, second = mechanism.release(sums, ball(1.0, sums), noise).value.tolist()
+    mean = min(max(first, -1.0), 1.0)
+    spread = min(max(math.sqrt(max(second - mean**2, 0.0)), LEAST_SPREAD), 1.0)
+    half = (high - low) / 2
+    return low + (mean + 1) * half, spread * half
+
+
+def _moment_sums(
+    values: Floats, low: float, high: float, owners: NDArray[np.int64] | None
+) -> Floats:
+    """Return the sums over units of t and t^2, exact multiples of 1 / WHOLE, shape (2,)."""
+    known = np.where(np.isnan(values), (low + high) / 2, values)
+    scaled = ((known.clip(low, high) - low) / (high - low) * 2 - 1).clip(-1.0, 1.0)
+    weights = weights_of(owners, len(values))
+    # Truncated toward zero, so that those of a unit add up to at most WHOLE.
+    parts = np.trunc(np.stack([scaled, scaled**2], 1) * weights[:, None]).astype(np.int64)
+    sums: Floats = parts.sum(0) / WHOLE
+    return sums
+
+
+def _cells(values: Floats, partitions: Sequence[Floats]) -> NDArray[np.int64]:
+    """Return the cell of each number, shape (records, columns).
+
+    A number at an edge is in the cell above. The last cell of a partition is that of missing
+    numbers, so there are as many cells as edges.
+    """
+    cells = np.empty(values.shape, np.int64)
+    for k, edges in enumerate(partitions):
+        column = values[:, k]
+        inside = (np.searchsorted(edges, column, side="right") - 1).clip(0, len(edges) - 2)
+        cells[:, k] = np.where(np.isnan(column), len(edges) - 1, inside)
+    return cells
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Noisy counts of one column in one round.
+
+    Attributes:
+        edges: ends of the cells, shape (cells + 1,), ascending.
+        counts: shape (cells + 1,). The last one is that of missing numbers.
+        noise: standard deviation of the noise in each.
+    """
+
+    edges: Floats
+    counts: Floats
+    noise: float
+
+
+@dataclass(frozen=True)
+class _Mass:
+    """Estimated numbers of units between the edges of all rounds of a column.
+
+    Attributes:
+        edges: ends of the pieces, shape (pieces + 1,), ascending.
+        units: number of units in each piece, at least 0, shape (pieces,).
+        noise: standard deviation of the noise of the smallest cell around each, shape (pieces,).
+    """
+
+    edges: Floats
+    units: Floats
+    noise: Floats
+
+    @property
+    def total(self) -> float:
+        """Return the number of units with a number."""
+        return max(float(self.units.sum()), EXACT)
+
+    @property
+    def zero(self) -> NDArray[np.bool_]:
+        """Return which pieces are the cell of zero, shape (pieces,)."""
+        zero: NDArray[np.bool_] = (self.edges[:-1] == ZERO[0]) & (self.edges[1:] == ZERO[1])
+        return zero
+
+
+def _adapted(
+    counted: Callable[[TrainingEvent, Sequence[Floats]], NoisyHistogram],
+    events: Sequence[TrainingEvent],
+    columns: int,
+    units: int,
+) -> tuple[Distribution, ...]:
+    """Return the distribution of each column from rounds of counts; reads no record itself.
+
+    Args:
+        counted: releases the counts of all columns in a partition of each, with an event.
+        events: event of each round.
+        columns: number of columns.
+        units: number of units.
+    """
+    rounds: list[list[_Round]] = [[] for _ in range(columns)]
+    for event in events:
+        noise = max(event.noise_multiplier * math.sqrt(columns), EXACT)
+        partitions = [_next_partition(before, noise, units) for before in rounds]
+        histogram = counted(event, partitions)
+        for before, edges, counts in zip(rounds, partitions, histogram.counts, strict=True):
+            before.append(_Round(edges, counts, noise))
+    return tuple(_distribution(before, units) for before in rounds)
+
+
+def _next_partition(before: Sequence[_Round], noise: float, units: int) -> Floats:
+    """Return the edges of the next round of a column, whose counts will have some noise."""
+    if not before:
+        return FIRST
+    resolved = CELLS
+    if len(before) > 1:
+        resolved = int(np.clip(units / (2 * noise), FEWEST, CELLS))
+    return _refined(_kept(_fitted(before, units), BETWEEN, before[0].noise), resolved)
+
+
+def _fitted(rounds: Sequence[_Round], units: int) -> _Mass:
+    """Return the numbers of units that fit all rounds best, at least 0 and of a public sum.
+
+    The pieces are those between the edges of all rounds.
+    """
+    edges = np.unique(np.concatenate([each.edges for each in rounds]))
+    pieces = len(edges) - 1
+    rows, counts = [], []
+    noise, width = np.zeros(pieces), np.full(pieces, np.inf)
+    for each in rounds:
+        cells = np.searchsorted(each.edges, edges[:-1], side="right") - 1  # cell of each piece
+        inside = np.zeros((len(each.counts), pieces + 1))
+        inside[cells, np.arange(pieces)] = 1
+        inside[-1, -1] = 1  # missing numbers
+        rows.append(inside / each.noise)
+        counts.append(each.counts / each.noise)
+        around = np.diff(each.edges)[cells]
+        noise = np.where(
+            around < width,
+            each.noise,
+            np.where(around == width, np.minimum(noise, each.noise), noise),
+        )
+        width = np.minimum(width, around)
+    sure = 20 / min(each.noise for each in rounds)
+    rows.append(np.full((1, pieces + 1), sure))
+    counts.append(np.array([sure * units]))
+    fitted, _ = nnls(np.concatenate(rows), np.concatenate(counts), maxiter=30 * (pieces + 1))
+    fitted *= units / max(fitted.sum(), EXACT)
+    return _Mass(edges, fitted[:-1], noise)
+
+
+def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
+    """Leave out what lies beyond the outermost cells of the first round that are not only noise.
+
+    Args:
+        mass: units of a column.
+        least: deviations of the noise from which a cell, or several beside each other, are kept.
+        noise: standard deviation of the noise of the first round.
+    """
+    cells = np.searchsorted(FIRST, mass.edges[:-1], side="right") - 1
+    size = len(FIRST) - 1
+    units = np.bincount(cells, weights=mass.units, minlength=size)
+    variance = np.bincount(cells, weights=mass.noise**2, minlength=size).clip(max=noise**2)
+    beside = units >= BESIDE * np.sqrt(variance)
+    clear = np.zeros(size, bool)
+    for window in WINDOWS:
+        ones = np.ones(window)
+        together = np.convolve(units, ones, "valid")
+        deviation = np.sqrt(np.convolve(variance, ones, "valid"))
+        last = slice(window - 1, None)
+        found = (together >= least * deviation) & beside[: len(together)] & beside[last]
+        clear[: len(together)] |= found
+        clear[last] |= found
+    if not clear.any():
+        clear[units.argmax()] = True
+    first, final = np.flatnonzero(clear)[[0, -1]]
+    first -= bool(first > 0 and beside[first - 1])
+    final += bool(final < size - 1 and beside[final + 1])
+    inside = np.where((cells >= first) & (cells <= final), mass.units, 0.0)
+    return _Mass(mass.edges, inside * mass.total / max(float(inside.sum()), EXACT), mass.noise)
+
+
+def _refined(mass: _Mass, resolved: int) -> Floats:
+    """Return the edges of a new partition, in which cells have about 1 / resolved of the units.
+
+    Pieces with more are split into 2^k equal parts, neighbours with less are merged, and zero is
+    not split.
+    """
+    edges, waiting = [mass.edges[0]], 0.0
+    parts = mass.units / mass.total * resolved
+    for low, high, part, zero in zip(mass.edges, mass.edges[1:], parts, mass.zero, strict=False):
+        narrow = high - low <= NARROWEST * max(abs(low), abs(high))
+        splits = 1 if zero or narrow or part < math.sqrt(2) else 2 ** round(math.log2(part))
+        alone = splits > 1 or (zero and part >= 0.5)
+        if edges[-1] < low and (alone or waiting + part > 1):
+            edges.append(low)
+            waiting = 0.0
+        if alone:
+            edges += [low + (high - low) * k / splits for k in range(1, splits)] + [high]
+            waiting = 0.0
+            continue
+        waiting += part
+        if waiting >= 0.5:
+            edges.append(high)
+            waiting = 0.0
+    if edges[-1] < mass.edges[-1]:
+        edges.append(mass.edges[-1])
+    return np.unique(edges)
+
+
+def _distribution(rounds: Sequence[_Round], units: int) -> Distribution:
+    """Return the distribution of a column from all of its rounds."""
+    mass = _kept(_fitted(rounds, units), AT_END, rounds[0].noise)
+    shares = np.concatenate([[0.0], np.cumsum(mass.units)])
+    shares /= shares[-1] or 1.0
+    low, high = _range(mass, shares, rounds[-1].noise)
+    # Only the edges at which the slope changes.
+    slopes = np.diff(shares) / np.diff(mass.edges)
+    bends = np.concatenate([[True], np.diff(slopes) != 0, [True]])
+    return Distribution(low, high, tuple(mass.edges[bends].tolist()), tuple(shares[bends].tolist()))
+
+
+def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
+    """Return the range to clip a column to: quantiles of its distribution, made wider."""
+
+    def quantile(share: float) -> float:
+        piece = min(max(int(np.searchsorted(shares, share)), 1), len(shares) - 1) - 1
+        if mass.zero[piece]:
+            return 0.0
+        part = (share - shares[piece]) / max(shares[piece + 1] - shares[piece], 1e-300)
+        return float(mass.edges[piece] + part * (mass.edges[piece + 1] - mass.edges[piece]))
+
+    unsure = noise / mass.total
+    tail = float(np.clip(TAIL_NOISE * unsure, TAIL, MOST_TAIL))
+    low, high = quantile(tail), quantile(1 - tail)
+    zero = int(mass.zero.argmax())
+    below, above = float(shares[zero]), float(1 - shares[zero + 1])
+    if 0.5 < 1 - below - above < 0.995:  # mostly zero: the tails of the rest
+        of_rest = float(np.clip(TAIL_NOISE * unsure / (below + above), TAIL, MOST_TAIL))
+        clear = 3 * unsure
+        low = min(0.0, quantile(of_rest * below) if below > clear else low)
+        high = max(0.0, quantile(1 - of_rest * above) if above > clear else high)
+    if tail > TAIL:
+        low, high = _wider(low, high, tail / (1 - 2 * tail))
+    if high <= low:
+        high = low + max(abs(low), 1.0) * NARROWEST_RANGE
+    return _wider(low, high, MARGIN)
+
+
+def _wider(low: float, high: float, part: float) -> tuple[float, float]:
+    """Return a range that is wider by a part of its width on each side, but not across zero."""
+    margin = (high - low) * part
+    lower, higher = low - margin, high + margin
+    return (max(lower, 0.0) if low >= 0 else lower), (min(higher, 0.0) if high <= 0 else higher)
