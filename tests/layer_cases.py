@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, StandardisedConv2d
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, LinearWithPlaces, StandardisedConv2d
 
 VECTOR, SEQUENCE, SIGNAL, IMAGE, VOLUME = (16,), (12, 16), (8, 24), (8, 12, 12), (4, 6, 6, 6)
 #: Tokens are below this number.
@@ -193,6 +193,13 @@ def embeddings() -> Iterator[tuple[Any, ...]]:
     for mode in ("sum", "mean", "max"):
         bag = partial(nn.EmbeddingBag, TOKENS, 16, mode=mode)
         yield f"EmbeddingBag, {mode}", bag, words, TOKENS
+    yield "LinearWithPlaces", places, words, TOKENS
+
+
+def places() -> nn.Module:
+    """Twelve inputs, of which the last six are numbers of places."""
+    part = LinearWithPlaces(12, 6, TOKENS // 3, 8)
+    return Do(lambda s, x: s.part(x.to(s.part.numbers.weight.dtype)), part=part)
 
 
 def recurrent() -> Iterator[tuple[Any, ...]]:

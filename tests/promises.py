@@ -58,6 +58,10 @@ PROMISES = {
         "one unit moves a noisy histogram by at most its sensitivity; it is of training records "
         "alone, charged before they are read, and once"
     ),
+    "ranges": (
+        "ranges and ranks of columns follow from noisy counts alone, each charged before it is "
+        "read, and kept once they are stored"
+    ),
     "search": (
         "a search draws settings and a number of trials as accounted for; only its winner is left"
     ),

@@ -37,6 +37,7 @@ class Account:
         base: step of the training after which this account begins, for a resumed one.
         begun: last step of the training that may have begun.
         score: planned event of the covered test score at the end; None for exact scores.
+        ranges: planned events of counts before the first step, which ranges follow from.
         histogram: planned event of the histogram of the training records at the end; None without.
         others: events that have begun, except for steps.
         earlier: accounts of earlier work on the same records, which epsilon covers, as they were.
@@ -54,6 +55,7 @@ class Account:
     base: int = 0
     begun: int = 0
     score: TrainingEvent | None = None
+    ranges: tuple[TrainingEvent, ...] = ()
     histogram: TrainingEvent | None = None
     others: tuple[TrainingEvent, ...] = ()
     earlier: tuple["Account", ...] = ()
@@ -199,7 +201,7 @@ class Account:
         part = self.steps(step - self.base)
         cost = min(
             total_epsilon(self.planned, self.delta),
-            total_epsilon((*self.before, part), self.delta, widest=COARSE),
+            total_epsilon((*self.before, *self.ranges, part), self.delta, widest=COARSE),
         )
         if step < self.end:
             return cost
@@ -242,14 +244,14 @@ class Account:
 
     @property
     def _to_come(self) -> tuple[TrainingEvent, ...]:
-        """Return what is planned after the last step and has not begun."""
+        """Return what is planned besides steps and has not begun."""
         planned = (*self.histograms, *(() if self.score is None else (self.score,)))
-        return tuple(event for event in planned if event not in self.others)
+        return without(planned, self.others)
 
     @property
     def histograms(self) -> tuple[TrainingEvent, ...]:
-        """Return the planned histogram, begun or not."""
-        return () if self.histogram is None else (self.histogram,)
+        """Return the planned histograms, begun or not."""
+        return (*self.ranges, *(() if self.histogram is None else (self.histogram,)))
 
     def check_counted(self, now: Iterable["Account"]) -> None:
         """Raise ModelError if another account has begun more than this one counts of it."""
@@ -264,7 +266,7 @@ class Account:
             )
 
     def _is_planned(self, event: TrainingEvent) -> bool:
-        """Return whether an event is planned after the last step, and has not begun."""
+        """Return whether an event is planned besides steps, and has not begun."""
         return event in self._to_come
 
     def _leave_room(self) -> None:
@@ -275,6 +277,17 @@ class Account:
         except BudgetError:
             self.event = self.steps(taken)
         self.event = self.steps(max(taken, self.event.steps))
+
+
+def without(
+    events: Iterable[TrainingEvent], others: Iterable[TrainingEvent]
+) -> tuple[TrainingEvent, ...]:
+    """Return events without others, each of which takes away one of those that equal it."""
+    left = list(events)
+    for event in others:
+        if event in left:
+            left.remove(event)
+    return tuple(left)
 
 
 def done(event: TrainingEvent, **values: Any) -> Account:

@@ -27,7 +27,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, lonely, valid
 from dpmac_cli.config.named import BEST, PAPER
-from dpmac_cli.config.plan import histogram_of
+from dpmac_cli.config.plan import SHARE, histograms_of, shares_of_counts
 from dpmac_cli.config.settings import (
     DELTA,
     HISTOGRAM,
@@ -100,7 +100,7 @@ class Question(Priced, frozen=True):
     def sizes(self, target: float | None) -> "Sizes":
         """Return the sizes of a run. Raises InputError."""
         size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
-        notes, calibration = tuple[str, ...](), self.calibration
+        notes, shares = tuple[str, ...](), (SHARE,) * (self.calibration == HISTOGRAM)
         if size is None:
             shared = {name: self.explicit.get(name) for name in Priced.model_fields}
             lengths = {"epochs": self.epochs, "steps": self.steps}
@@ -109,28 +109,29 @@ class Question(Priced, frozen=True):
             facts = DATASETS[self.dataset]
             run = Settings.model_validate({**shared, **given, **noise})
             found, notes = completed(run, facts), tuple(recipe_notes(run, facts))
-            size, batch, calibration = facts.train_size, found.batch_size, found.calibration
+            size, batch = facts.train_size, found.batch_size
+            shares = tuple(itertools.chain(*shares_of_counts(found, facts)))
             if not given and self.solve != "steps" and found.epochs is not None:
                 epochs = (found.epochs,)
         raise_errors(misfits("the dataset", size, batch, epochs or ()))
         steps = [count * math.ceil(size / batch) for count in epochs or ()]
         counts = (*steps, *(self.steps or ())) or (1,)
-        return Sizes(size, batch, counts, notes, counted=calibration == HISTOGRAM)
+        return Sizes(size, batch, counts, notes, shares)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a run: n, B, numbers of steps, 1 if they are solved for.
 
-    ``notes`` are on the recipe that they are from, and ``counted`` is whether a histogram of the
-    training records follows the steps.
+    ``notes`` are on the recipe that they are from, and ``shares`` those of the budget that
+    histograms of the training records have.
     """
 
     records: int
     batch: int
     lengths: tuple[int, ...]
     notes: tuple[str, ...]
-    counted: bool
+    shares: tuple[float, ...]
 
 
 def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
@@ -151,7 +152,7 @@ def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
             event = TrainingEvent(
                 batch / size, sigma, steps, question.sampler, math.ceil(size / batch)
             )
-            others = (histogram_of(target, question.delta, event),) if sizes.counted else ()
+            others = histograms_of(target, question.delta, event, sizes.shares)
             try:
                 event = _solved(event, question, target or 0.0, accountant, others)
             except BudgetError as failure:

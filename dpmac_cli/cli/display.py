@@ -175,6 +175,9 @@ def _heading(event: Started) -> Iterator[Text]:
             f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
             f"delta {settings.delta:g}"
         )
+        if plan.ranges:
+            noises = ", ".join(f"{counts.noise_multiplier:g}" for counts in plan.ranges)
+            yield Text(f"ranges found before the first step by histograms, noise {noises}")
         if plan.histogram is not None:
             counted = plan.histogram.noise_multiplier
             yield Text(f"calibrated after the last step by one histogram, noise {counted:g}")

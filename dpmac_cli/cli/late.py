@@ -15,6 +15,7 @@ __all__ = (
     "distributed",
     "environment",
     "folder",
+    "kinds",
     "local",
     "prediction",
     "ray_cluster",
@@ -28,7 +29,7 @@ __all__ = (
 
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
-    from dpmac_cli.data import cache, csv_file, table
+    from dpmac_cli.data import cache, csv_file, kinds, table
     from dpmac_cli.release import audit, prediction, report, run
     from dpmac_cli.runs import environment, folder, resolve, workers
     from dpmac_cli.studies import local, ray_cluster, tune
@@ -37,6 +38,7 @@ else:
     audit = OnFirstUse("dpmac_cli.release.audit")
     cache = OnFirstUse("dpmac_cli.data.cache")
     csv_file = OnFirstUse("dpmac_cli.data.csv_file")
+    kinds = OnFirstUse("dpmac_cli.data.kinds")
     display = OnFirstUse("dpmac_cli.cli.display")
     distributed = OnFirstUse("dpmac_cli.training.distributed")
     environment = OnFirstUse("dpmac_cli.runs.environment")

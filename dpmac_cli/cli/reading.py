@@ -18,7 +18,7 @@ from dpmac_cli.config.named import SHOWN, recipe_rows
 from dpmac_cli.config.settings import PrintJson
 from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
-from dpmac_cli.errors import counted, raise_errors
+from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
 from dpmac_cli.release.card import QUESTIONS, answered_card, run_page
 from dpmac_cli.studies.results import COMPARE_JSON, study_page
@@ -151,6 +151,15 @@ Encoding = Annotated[
 ]
 
 
+FromRecords = Annotated[
+    bool,
+    Field(
+        description="Read the kind of each column, and the classes, from the records. They are "
+        "facts of them: check the draft."
+    ),
+]
+
+
 @command()
 def schema(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Table in CSV or Parquet.")],
@@ -161,11 +170,13 @@ def schema(
     boolean: Booleans = (),
     text: Texts = (),
     encoding: Encoding = UTF8,
+    kinds: FromRecords = False,
 ) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 
     The draft contains the table's columns and nothing from its records. Fill in the range or
-    the categories of each column, and the classes, based on what the columns mean.
+    the categories of each column, and the classes, based on what the columns mean. With --kinds
+    it is ready to use: the kind of each column and the classes are read from the records.
 
     Examples:
 
@@ -173,15 +184,26 @@ def schema(
 
         dpmac schema notes.csv --label outcome --text note --date admitted > schema.yaml
 
+        dpmac schema patients.csv --label outcome --drop id,name --kinds > kinds.yaml
+
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    kinds = late.table.column_kinds(late.csv_file.CsvFile(file, encoding))
+    columns = late.table.column_kinds(late.csv_file.CsvFile(file, encoding))
     declared = {"date": date, "boolean": boolean, "text": text}
-    raise_errors(_faults_of_columns({"label": label, "drop": drop, **declared}, kinds, file))
-    kinds |= {name: kind for kind, names in declared.items() for name in names}
+    raise_errors(_faults_of_columns({"label": label, "drop": drop, **declared}, columns, file))
+    if kinds and text:
+        raise InputError("--kinds and --text contradict each other: texts need declared columns.")
+    target = next(iter(label), None)
+    columns |= {name: kind for kind, names in declared.items() for name in names}
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
-    console.print_result(draft(file, kinds, next(iter(label), None), drop, escaped, encoding))
+    if not kinds:
+        console.print_result(draft(file, columns, target, drop, escaped, encoding))
+        return
+    chosen = {name: kind for kind, names in declared.items() for name in names}
+    table = late.kinds.cells_of(file, encoding)
+    found = late.kinds.schema_of_kinds(table, target, chosen, drop=drop)
+    console.print_result(late.kinds.draft_of_kinds(file, found, escaped, encoding))
 
 
 def _faults_of_columns(

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
@@ -15,9 +16,11 @@ from dpmac_cli.config.networks import (
     Backbone,
     OwnFeatures,
     Scattered,
+    TableColumns,
     UserModel,
 )
 from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.records import Table
 from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, HISTOGRAM, OPTIMIZER, Settings
 from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
@@ -88,6 +91,7 @@ def faults(plan: Plan) -> Iterator[str]:
     if settings.loss in FUNCTIONS and settings.label_smoothing:
         yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
     yield from _calibration_faults(settings, facts)
+    yield from _range_faults(plan)
     yield from _loss_faults(settings, facts)
     yield from _weight_faults(settings, facts)
 
@@ -115,6 +119,51 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
             f"{{loss=}}{loss}: records of {facts.typed} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
+
+
+#: Numbers n epsilon / sqrt(C) below which the ranges of C columns cannot be found, and from which
+#: finding them costs nothing: benchmarks/tables.py.
+NEEDED, ENOUGH = 200, 800
+
+
+def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
+    """Return n epsilon / sqrt(C), and the names of the C columns whose ranges are to be found.
+
+    Epsilon is that of the whole run. Infinity without such columns, and without privacy.
+    """
+    schema, settings = plan.facts.schema, plan.settings
+    columns = () if schema is None else schema.columns
+    names = tuple(column.name for column in columns if column.counted)
+    if not names or not plan.private:
+        return math.inf, names
+    epsilon = settings.epsilon or total_epsilon((plan.event,), settings.delta)
+    return plan.facts.train_size * epsilon / math.sqrt(len(names)), names
+
+
+def _range_faults(plan: Plan) -> Iterator[str]:
+    facts, settings = plan.facts, plan.settings
+    strength, names = _range_strength(plan)
+    if isinstance(facts.records, Table) and facts.schema is not None:
+        unread = [column.name for column in facts.schema.columns if column.open]
+        if unread and not isinstance(plan.features, TableColumns):
+            chosen = "backbone" if settings.features is None else "features"
+            yield (
+                f"{{{chosen}}} cannot read {_some(unread)}, of which the type alone is declared. "
+                f"Leave it out, or declare range or categories."
+            )
+    if strength < NEEDED:
+        least = NEEDED * math.sqrt(len(names)) / facts.train_size
+        yield (
+            f"The ranges of {_some(names)} cannot be found from {facts.train_size:,} "
+            f"{'units' if facts.unit else 'records'} at this epsilon: noise would hide them. "
+            f"Declare range for these columns in the schema, or use an epsilon of at least "
+            f"{math.ceil(least * 100) / 100:g}."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and how many others there are."""
+    return listed(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
 
 
 def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
@@ -230,7 +279,13 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
         )
     if isinstance(plan.features, Backbone) and facts.records.channels == 1:
         yield f"Grey images of {facts.typed} are repeated to three channels for the backbone."
-    yield from _notes_on_privacy(plan)
+    strength, names = _range_strength(plan)
+    if strength < ENOUGH:
+        yield (
+            f"The ranges of {_some(names)} are found by noisy counts of few records. Declared "
+            "ranges may give a better model here, if they are not much too wide."
+        )
+    yield from _notes_on_privacy(plan, flags)
 
 
 def private_notes(plan: Plan, found: PrivateNotes) -> tuple[str, ...]:
@@ -269,14 +324,15 @@ def _notes_on_records(plan: Plan, found: PrivateNotes) -> Iterator[str]:
         )
 
 
-def _notes_on_privacy(plan: Plan) -> Iterator[str]:
+def _notes_on_privacy(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on a guarantee that is weak, or more expensive than it need be."""
     if not plan.private:
         return
     delta, batch, rate = plan.settings.delta, plan.settings.batch_size, plan.event.sampling_rate
     yield from delta_note(delta, plan.facts.train_size)
     yield from accountant_note((plan.event,), delta)
-    if rate >= MOST and not plan.event.sampling.once_an_epoch:
+    by_rule = isinstance(plan.features, TableColumns) and "batch_size" not in flags
+    if rate >= MOST and not plan.event.sampling.once_an_epoch and not by_rule:
         yield (
             f"With {{batch_size=}}{batch} each record takes part in {rate:.0%} of the "
             "steps, so random sampling saves little or no privacy cost. Unless you want "
@@ -293,6 +349,8 @@ def _copies(number: int, what: str, dataset: str) -> str:
 
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
+    if found.schema is not None:
+        return "add classes= and kinds=, or pass a schema."
     (channels, *size), names = found.records.shape, ",".join(found.task.names)
     flags = {
         "channels": f"{{channels=}}{channels}",

@@ -50,6 +50,7 @@ class Signature:
     outputs: int  # logits per input
     start: float | None = None  # as in :class:`~dpmac_cli.tasks.task.Task`
     records: Records | None = None  # what the inputs are; None for features
+    lookups: int = 0  # inputs at the end that are numbers of places, not numbers
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,15 @@ from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.networks import (
     BACKBONES,
+    COLUMNS,
     MODELS,
     SMALL,
     Scattered,
+    TableColumns,
     Trained,
     fixed_features,
 )
+from dpmac_cli.config.records import Table
 from dpmac_cli.config.settings import DELTA, HISTOGRAM, NO_CALIBRATION, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
@@ -43,6 +46,9 @@ WIDE, FEW_INPUTS = 8192, 256
 #: n epsilon below which noise allows only few steps, and from which a table is large enough for a
 #: hidden layer: with classes, and with numbers to predict for each of its inputs.
 FEW, LARGE, LARGE_BY_INPUT = 30_000, 450, 1_000
+#: n epsilon for each column of a table from which a hidden layer pays, inputs up to which it is
+#: narrow, records up to which a step takes all of them, and number of steps.
+FEW_BY_INPUT, MOST_COLUMNS, FULL_BATCH, TABLE_STEPS = 400, 1000, 50_000, 80
 #: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
 #: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
 RATES: Mapping[str, float] = {
@@ -75,9 +81,22 @@ LANGUAGE_EPOCHS, WHOLE_MODEL, PART_OF_MODEL = 5, 0.64, 0.16
 def best(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
-    regime = _regime(given.filled(chosen), facts)
+    filled = given.filled(chosen)
+    regime = _regime(filled, facts)
     batch: dict[str, Any] = {"batch_size": math.ceil(facts.train_size / regime.share)}
-    return chosen | batch | _of_regime(given, regime)
+    return chosen | batch | _clip_norm(filled, facts) | _of_regime(given, regime)
+
+
+def _clip_norm(given: Settings, facts: Dataset) -> dict[str, Any]:
+    """Return the clip norm of the columns of a table, whose inputs have a norm of about its root.
+
+    Errors of a number are much smaller than 1.
+    """
+    if given.features != COLUMNS or not isinstance(facts.records, Table):
+        return {}
+    whole = math.sqrt(len(facts.records.columns) + 1)
+    share = 1 if isinstance(facts.task, Classification) else 0.5
+    return {"clip_norm": float(f"{share * whole:.3g}")}
 
 
 def _of_regime(given: Settings, regime: Regime) -> dict[str, Any]:
@@ -99,6 +118,10 @@ def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
         return {}
     records, classes = facts.records, isinstance(facts.task, Classification)
     inputs = records.size
+    if isinstance(records, Table):
+        few = facts.train_size * (given.epsilon or EPSILON) < FEW_BY_INPUT * len(records.columns)
+        small = TableColumns().shape_of(records)[0] <= MOST_COLUMNS
+        return {"features": COLUMNS, "model": "linear" if few else "mlp-small" if small else "mlp"}
     if records.kind == "numbers" and inputs <= FEW_INPUTS:
         large = _scale(given, facts) >= (LARGE if classes else LARGE_BY_INPUT * inputs)
         return {"model": "mlp-small" if large else "linear"}
@@ -119,15 +142,12 @@ def _budget(given: Settings) -> dict[str, Any]:
 
 def _regime(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
-    if given.backbone is not None and facts.task.network is not None:
-        width = read_encoder(given.backbone).config.width
-        part = PART_OF_MODEL / math.sqrt(width)
-        rate = WHOLE_MODEL / width if given.train == "all" else part
-        return replace(TEXTS, epochs=LANGUAGE_EPOCHS, rate=rate)
     if given.backbone is not None:
-        return IMAGES if given.backbone in BACKBONES else TEXTS
+        return _of_backbone(given, given.backbone, facts)
     if given.features is not None:
         kind_of_features = fixed_features(given.features)
+        if isinstance(kind_of_features, TableColumns):
+            return _of_table(facts)
         if kind_of_features.fault(facts.records) is None:
             features = math.prod(kind_of_features.shape_of(facts.records))
             return _of_features(features, _scale(given, facts))
@@ -138,6 +158,23 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
             return _of_narrow(_scale(given, facts))
         return _of_perceptron(inputs, _scale(given, facts))
     return replace(ANY, rate=min(ANY.rate, 0.1 / math.sqrt(inputs)))
+
+
+def _of_backbone(given: Settings, backbone: str, facts: Dataset) -> Regime:
+    """Return how to train a head on vectors of a public network, or a language model."""
+    if facts.task.network is None:
+        return IMAGES if backbone in BACKBONES else TEXTS
+    width = read_encoder(backbone).config.width
+    part = PART_OF_MODEL / math.sqrt(width)
+    rate = WHOLE_MODEL / width if given.train == "all" else part
+    return replace(TEXTS, epochs=LANGUAGE_EPOCHS, rate=rate)
+
+
+def _of_table(facts: Dataset) -> Regime:
+    """Return how to train on the columns of a table: full batches, as far as they are cheap."""
+    share = math.ceil(facts.train_size / FULL_BATCH)
+    rate = 0.02 if isinstance(facts.task, Classification) else 0.03
+    return Regime(share, math.ceil(TABLE_STEPS / share), rate, 0.95)
 
 
 def _of_features(features: int, scale: float) -> Regime:
@@ -204,6 +241,8 @@ def completed(given: Settings, facts: Dataset) -> Settings:
     """
     recipe = recipe_of(given)
     rule = best(given, facts) if recipe == BEST else {}
+    if isinstance(facts.records, Table) and (facts.records.is_open or facts.task.open):
+        rule = {"features": COLUMNS, **rule}  # nothing else can read them
     given = given.filled({"recipe": recipe, **rule})
     given = given.filled({"calibration": _calibration(given, facts)})
     if given.dataset not in DATASETS:

@@ -193,6 +193,10 @@ class FeatureKind:
         """Return JSON values of everything but weights that determines the features."""
         return vars(self)
 
+    def lookups(self, _: Records) -> int:
+        """Return the number of features at the end that are numbers of places."""
+        return 0
+
 
 @dataclass(frozen=True)
 class TextEncoder(FeatureKind):
@@ -217,9 +221,10 @@ class TextEncoder(FeatureKind):
 
     reads: ClassVar = "texts"
     has_weights: ClassVar = True
-    declared_as: ClassVar[Mapping[str, str]] = {
-        "numbers": "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
-    }
+    declared_as: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("numbers", "table"),
+        "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out.",
+    )
     #: Random weights would only add to the noise.
     start: ClassVar[float | None] = 0.0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import core_schema
 
 from dpmac_cli.config.datasets import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.config.records import Images, Numbers, Records, Texts
+from dpmac_cli.config.records import AnyRecords, Records
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.task import Task
 
@@ -39,6 +39,7 @@ class InMemoryData:
     arrays: Mapping[str, Any] | None = None  # like those of an .npz
     frame: Any = None
     schema: "TableSchema | None" = None
+    inferred: tuple[str, ...] = ()  # parts of the schema that were read from the records
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: object) -> core_schema.CoreSchema:
@@ -108,8 +109,8 @@ class PrivateNotes:
 class DataFacts(Dataset):
     """Public facts of a dataset, read once, when a run is configured.
 
-    ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
-    One record can change those, so they are public only by decision.
+    ``inferred`` lists which of "channels", "image size", "classes" and "kinds of columns" were read
+    from the records. One record can change those, so they are public only by decision.
     """
 
     name: str  # without the folders above it
@@ -171,7 +172,7 @@ def left_out(descriptions: Sequence[str]) -> LeftOut:
     return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))
 
 
-def dataset_of(sizes: tuple[int, int], records: Images | Numbers | Texts, task: Task) -> Dataset:
+def dataset_of(sizes: tuple[int, int], records: AnyRecords, task: Task) -> Dataset:
     """Return facts like those of the registry, with conservative defaults.
 
     ``sizes`` are the numbers of units to train on and to test on.

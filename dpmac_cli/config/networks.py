@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dpmac_cli.config.encoders import FeatureKind, TextEncoder
-from dpmac_cli.config.records import Records
+from dpmac_cli.config.records import Records, Table, inputs_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import table
 
@@ -62,11 +62,14 @@ class NetworkKind:
 SMALL = 32 * 32
 
 MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
+#: Name of the features of tables.
+COLUMNS = "columns"
 #: Fixed, public features by name: those computed by :mod:`dpmac_cli.features.frozen`, and those of
 #: :func:`register_features`.
 FEATURES: dict[str, str] = {
     "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
     "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
+    COLUMNS: "numbers of a table with nine hats each, and with their ranks if no range is declared",
 }
 #: Scattering features per channel (an average, 8 angles in 2 octaves, and 64 pairs of angles), and
 #: the factor by which height and width shrink.
@@ -96,12 +99,36 @@ class Scattered(FeatureKind):
 
 
 @dataclass(frozen=True)
+class TableColumns(FeatureKind):
+    """Inputs of each column of a table: a number and its hats, and so on."""
+
+    kind: str = COLUMNS
+
+    reads: ClassVar = "table"
+    #: The middle of the range of a number, and equal logits: noise leaves few steps to unlearn.
+    start: ClassVar[float | None] = 0.0
+
+    def shape_of(self, records: Records) -> tuple[int, ...]:
+        """Return the number of inputs of a row: numbers, and then one place for each hash."""
+        assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
+        return (sum(inputs_of(kind, width) for kind, width in records.columns),)
+
+    def lookups(self, records: Records) -> int:
+        """Return the number of inputs at the end that are places."""
+        return records.count("hashed") if isinstance(records, Table) else 0
+
+    def fault(self, _: Records) -> str | None:
+        """Return nothing: all tables have columns."""
+        return None
+
+
+@dataclass(frozen=True)
 class OwnFeatures(FeatureKind):
     """Features of :func:`register_features`, by their name."""
 
     kind: str
 
-    reads: ClassVar = "images or numbers"
+    reads: ClassVar = "images, numbers or a table"
 
     @property
     def values(self) -> dict[str, Any]:
@@ -230,13 +257,15 @@ class Backbone(FeatureKind):
         return None
 
 
-def fixed_features(name: str) -> Scattered | OwnFeatures:
+def fixed_features(name: str) -> Scattered | OwnFeatures | TableColumns:
     """Return the features of a name of :data:`FEATURES`."""
+    if name == COLUMNS:
+        return TableColumns()
     return OwnFeatures(name) if name in OWN_FEATURES else Scattered(name)
 
 
 #: Features that a network may take instead of images, or instead of tokens of texts.
-Features = Scattered | OwnFeatures | Backbone | TextEncoder
+Features = Scattered | OwnFeatures | TableColumns | Backbone | TextEncoder
 
 
 @dataclass(frozen=True)

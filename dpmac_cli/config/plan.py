@@ -14,6 +14,7 @@ from dpmac_cli.accounting.calibration import calibrate_noise, noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event, score_event
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
+from dpmac_cli.config.datasets import Dataset
 from dpmac_cli.config.encoders import TextEncoder, read_encoder
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import near
@@ -27,7 +28,8 @@ from dpmac_cli.config.networks import (
     fixed_features,
     parse_model,
 )
-from dpmac_cli.config.settings import DATA, GROUPS, OPTIMIZER, SETTINGS, Settings
+from dpmac_cli.config.records import Table
+from dpmac_cli.config.settings import DATA, GROUPS, HISTOGRAM, OPTIMIZER, SETTINGS, Settings
 from dpmac_cli.config.sources import over
 from dpmac_cli.errors import InputError, first_fault, raise_errors
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
@@ -50,6 +52,7 @@ class Plan:
         optimizer: update rule with its hyperparameters.
         search: search that the run is one trial of; None if it is a run by itself.
         histogram: event of the histogram that the model is calibrated by; None without.
+        ranges: events of the counts that ranges of columns follow from, before training.
     """
 
     settings: Settings
@@ -58,11 +61,17 @@ class Plan:
     optimizer: Optimizer
     search: Search | None = None
     histogram: TrainingEvent | None = None
+    ranges: tuple[TrainingEvent, ...] = ()
 
     @property
     def planned(self) -> tuple[TrainingEvent, ...]:
         """Return all events on training records."""
-        return (self.event,) if self.histogram is None else (self.event, self.histogram)
+        return (self.event, *self.counts)
+
+    @property
+    def counts(self) -> tuple[TrainingEvent, ...]:
+        """Return the events of all histograms of training records."""
+        return (*self.ranges, *(() if self.histogram is None else (self.histogram,)))
 
     @property
     def private(self) -> bool:
@@ -247,21 +256,41 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
     return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 
-#: Share of mu^2 of the whole run that a histogram for calibration has, mu being that of Gaussian
-#: differential privacy.
-SHARE = 0.02
+#: Shares of mu^2 of the whole run, mu being that of Gaussian differential privacy: of a histogram
+#: for calibration, and of each round of counts that ranges of columns follow from.
+SHARE, ROUNDS = 0.02, (0.02, 0.03, 0.05)
+#: The same of the rounds for the range of a number to predict, and of its mean and spread.
+ROUNDS_OF_TARGET, MOMENTS = (0.006, 0.009, 0.015), 0.05
 
 
-def histogram_of(epsilon: float | None, delta: float, event: TrainingEvent) -> TrainingEvent:
-    """Return the event of the histogram of a run, with its share of the budget.
+def shares_of_counts(
+    settings: Settings, facts: Dataset
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the shares of counts before training, and of histograms after it."""
+    records, before = facts.records, tuple[float, ...]()
+    if settings.no_dp:
+        return (), ()
+    if isinstance(records, Table) and records.count("open"):
+        before = ROUNDS
+    if facts.task.open:
+        before = (*before, *ROUNDS_OF_TARGET, MOMENTS)
+    return before, (SHARE,) if settings.calibration == HISTOGRAM else ()
+
+
+def histograms_of(
+    epsilon: float | None, delta: float, event: TrainingEvent, shares: tuple[float, ...]
+) -> tuple[TrainingEvent, ...]:
+    """Return the events of the histograms of a run, each with its share of the budget.
 
     The budget is the target epsilon, or where noise is given (None) what the steps of the run cost
-    together with the histogram.
+    together with the histograms.
     """
-    share = SHARE
-    if epsilon is None:
-        epsilon, share = total_epsilon((event,), delta), SHARE / (1 - SHARE)
-    return histogram_event(noise_of_share(epsilon, delta, share))
+    whole = 1.0
+    if epsilon is None and shares:
+        epsilon, whole = total_epsilon((event,), delta), 1 / (1 - sum(shares))
+    return tuple(
+        histogram_event(noise_of_share(epsilon or 0.0, delta, whole * share)) for share in shares
+    )
 
 
 def calibrated(

@@ -8,8 +8,15 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import lonely
-from dpmac_cli.config.plan import Plan, calibrated, event_of, histogram_of, optimizer_of
-from dpmac_cli.config.settings import HISTOGRAM, NEEDS, Settings
+from dpmac_cli.config.plan import (
+    Plan,
+    calibrated,
+    event_of,
+    histograms_of,
+    optimizer_of,
+    shares_of_counts,
+)
+from dpmac_cli.config.settings import NEEDS, Settings
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -43,12 +50,16 @@ def plan(
     needs = {name: others for name, others in NEEDS.items() if name != "task" or unlabelled}
     raise_errors([*lonely(given.explicit, needs), *of_records, *checks.faults(found)])
     event = event if noise is None else event.with_noise_of(noise)
-    found = replace(found, event=event)
-    if settings.calibration == HISTOGRAM:
-        histogram = histogram_of(settings.epsilon, settings.delta, event)
-        found = replace(found, histogram=histogram)
+    before, after = shares_of_counts(settings, facts)
+    counts = histograms_of(settings.epsilon, settings.delta, event, (*before, *after))
+    found = replace(
+        found,
+        event=event,
+        ranges=counts[: len(before)],
+        histogram=next(iter(counts[len(before) :]), None),
+    )
     if noise is None:
-        others = (*earlier, *found.planned[1:])
+        others = (*earlier, *found.counts)
         found = replace(found, event=calibrated(settings, event, others))
     _ = found.score  # raises BudgetError before anything is written
     return found

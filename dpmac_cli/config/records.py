@@ -7,6 +7,7 @@ same shape. Imports nothing slow.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -194,5 +195,79 @@ class Texts(Numbers):
         return self
 
 
+#: Number of places of a category without declared values.
+PLACES = 256
+#: Kinds of the inputs that a column of a table becomes, in the order in which a reader returns
+#: them: a number in its range, or without one, 0 or 1, which of some values a cell has, which of
+#: two, and the place of a value among :data:`PLACES`.
+InputKind = Literal["number", "open", "flag", "one-hot", "boolean", "hashed"]
+#: Number of hats of a number, which are 1 at one point of its range and 0 from the next one on.
+HATS = 9
+
+
+def inputs_of(kind: InputKind, width: int) -> int:
+    """Return the number of inputs of a network for the inputs of a column.
+
+    A number has hats, and without a range also its rank and the hats of that. Two categories are
+    one input, apart from other values.
+    """
+    if kind in ("number", "open"):
+        return (1 + HATS) * (1 + (kind == "open"))
+    return 2 if kind == "one-hot" and width == TWO_AND_OTHERS else width
+
+
+#: Inputs of a category of two values, and others.
+TWO_AND_OTHERS = 3
+
+
+class Table(Numbers):
+    """Rows of a table with columns that are declared by their kind alone.
+
+    A number without a range is followed by a flag, 1 where it is missing; it is 0 there. A category
+    without a list of its values is the number of a place.
+    """
+
+    public: ClassVar = ("columns, and what is declared of them",)
+
+    kind: Literal["table"] = "table"  # type: ignore[assignment]  # it tells kinds apart
+    """What the records are."""
+    columns: tuple[tuple[InputKind, Side], ...]
+    """Kind and number of inputs of each part of a row, side by side."""
+
+    @property
+    def parts(self) -> Iterator[tuple[InputKind, slice]]:
+        """Yield the kind and the inputs of each part of a row."""
+        first = 0
+        for kind, width in self.columns:
+            yield kind, slice(first, first + width)
+            first += width
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether nothing but the kind of some columns is declared."""
+        return bool(self.count("open") or self.count("hashed"))
+
+    def count(self, wanted: InputKind) -> int:
+        """Return the number of parts of a kind."""
+        return sum(kind == wanted for kind, _ in self.columns)
+
+    @property
+    def constants(self) -> Scaling:
+        """Return the factors and summands of standardisation; others than numbers stay."""
+        factors, summands = map(list, super().constants)
+        for kind, part in self.parts:
+            if kind not in ("number", "boolean"):
+                width = part.stop - part.start
+                factors[part] = [1.0] * width
+                summands[part] = [0.0] * width
+        return tuple(factors), tuple(summands)
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        if sum(width for _, width in self.columns) != self.size:
+            raise ValueError("columns are not all of its inputs")
+        return self
+
+
 #: Records of any kind, as a header has them.
-AnyRecords = Annotated[Images | Numbers | Texts, Field(discriminator="kind")]
+AnyRecords = Annotated[Images | Numbers | Texts | Table, Field(discriminator="kind")]

@@ -38,10 +38,10 @@ from dpmac_cli.data.targets import (
 from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.task import Task, is_labelled
+from dpmac_cli.tasks.task import FARTHEST, Task, is_labelled
 
-#: Largest absolute value of a range's limits, and smallest distance between them.
-FARTHEST, NARROWEST = 1e30, 1e-30
+#: Smallest distance between the limits of a range.
+NARROWEST = 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
 #: Dimensions of an array of images, which a network gets with channels first.
@@ -74,7 +74,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         untested=task.untested(sides[1].y),
         copies=0 if facts.unit else copies,
         tested=tested,
-        remarks=tuple(remarks),
+        remarks=(*reading.remarks, *remarks),
         expected=copies > 0 and is_numbers and _are_expected(arrays, declared),
     )
     train, test = (
@@ -109,7 +109,10 @@ def _facts_of(
         schema=declared.schema,
         held_out="x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
-        inferred=tuple(n for n, size in sizes.items() if reading.converted and size is None),
+        inferred=(
+            *(n for n, size in sizes.items() if reading.converted and size is None),
+            *(() if declared.in_memory is None else declared.in_memory.inferred),
+        ),
     )
 
 

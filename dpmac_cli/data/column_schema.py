@@ -22,8 +22,10 @@ from pydantic import (
 )
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
+from dpmac_cli.config.records import InputKind
 from dpmac_cli.config.tokens import MAX_TOKENS, MIN_TOKENS
 from dpmac_cli.config.writing import WRITTEN
+from dpmac_cli.tasks.task import FARTHEST
 
 #: Characters that are trimmed from cells and from declared values.
 BLANKS = " \t\n\v\f\r"
@@ -79,8 +81,8 @@ class Declared(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
-#: Largest absolute value of a target's range, and smallest width relative to its ends.
-FARTHEST, NARROWEST = 1e30, 1e-5
+#: Smallest width of a target's range relative to its ends.
+NARROWEST = 1e-5
 #: Key that declares the values of each type of column.
 VALUES = {
     "number": "range",
@@ -89,6 +91,13 @@ VALUES = {
     "boolean": "categories",
     "text": "text",
 }
+#: Why a column is refused of which nothing is declared.
+NEEDS_KIND = (
+    "needs either a range or categories or text; or its type alone (number, category, boolean, "
+    "date), and then its range is found within epsilon"
+)
+#: Words for false and true, in lower case, in a column of which nothing else is declared.
+FALSE, TRUE = ("0", "no", "n", "false", "f", "off"), ("1", "yes", "y", "true", "t", "on")
 #: Types of columns that each key is for; keys that are not listed are for all.
 USED_BY = {"decimal": ("number",), "thousands": ("number",), "format": ("date",)}
 #: Keys of earlier versions, and what to do instead; values with which they did nothing.
@@ -171,12 +180,17 @@ class Column(Written):
         type: "number", "category" and "text" follow from range, categories and text. "date" is for
             dates and times, which become the years until the last day of the range. "boolean" is
             for two categories, false and true, that become one input.
-        range: lowest and highest number, or first and last date. Others are clipped to it.
+        range: lowest and highest number, or first and last date. Others are clipped to it. Without
+            one, for a column of an explicit type, it follows from noisy counts, and the epsilon of
+            the run covers it.
         categories: declared values. Each becomes an input that is 0 or 1, and all other values
-            share one more input, "other".
+            share one more input, "other". Without them, for a column of an explicit type, any value
+            is known by a public hash, and yes, true and 1 are true.
         text: largest number of tokens of a text. Longer texts are truncated.
         format: how dates are written, as for ``strptime``; by default as in ISO 8601.
-        missing: "input" adds an input that is 1 where the value is missing.
+        missing: "input" adds an input that is 1 where the value is missing. That is so for all
+            columns without range and categories, in which a cell that is not of the type is
+            missing, too.
         missing_words: words for a missing value, besides an empty cell, NA and the like. In a
             column of numbers, 999 stands for 999.0, too.
     """
@@ -193,30 +207,59 @@ class Column(Written):
     @model_validator(mode="before")
     @classmethod
     def _infer_type(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("type") is not None:
+        if not isinstance(given, dict):
             return given
-        plain = [kind for kind in ("number", "category", "text") if given.get(VALUES[kind])]
-        return {**given, "type": plain[0] if plain else "number"}
+        declared = [kind for kind in ("number", "category", "text") if given.get(VALUES[kind])]
+        if given.get("type") is None:
+            given = {key: value for key, value in given.items() if key != "type"}
+            return {**given, "type": declared[0]} if declared else given
+        if not declared and given.get("missing") is None:
+            return {**given, "missing": "input"}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if sum(bool(getattr(self, key)) for key in set(VALUES.values())) != 1:
-            raise ValueError("needs either a range or categories or text")
-        if not getattr(self, VALUES[self.type]):
-            raise ValueError(f"type: {self.type} needs {VALUES[self.type]}")
+        declared = [key for key in dict.fromkeys(VALUES.values()) if getattr(self, key)]
+        if not declared and "type" not in self.model_fields_set:
+            raise ValueError(NEEDS_KIND)
+        if len(declared) > 1:
+            raise ValueError(f"has {' and '.join(declared)}: declare one of them")
+        wanted = VALUES[self.type]
+        if declared and declared != [wanted]:
+            raise ValueError(f"{declared[0]} is not for type: {self.type}, which has {wanted}")
+        if self.type == "text" and self.text is None:
+            raise ValueError("type: text needs text, the largest number of tokens, such as 128")
+        if self.open and self.missing == "refuse":
+            raise ValueError(f"missing: refuse needs {wanted}: declare it, or leave missing out")
         for key, types in USED_BY.items():
             if getattr(self, key) and self.type not in types:
                 raise ValueError(f"{key} is for columns of type {' or '.join(types)}")
         if self.range is not None and self.ends[0] >= self.ends[1]:
             which = ("date", "earlier") if self.type == "date" else ("number", "smaller")
             raise ValueError("the first {} of a range must be {} than the second".format(*which))
-        if self.type == "boolean" and len({name.lower() for name in self.categories}) != 2:
+        names = {name.lower() for name in self.categories}
+        if self.type == "boolean" and self.categories and len(names) != 2:
             raise ValueError(
                 "type: boolean needs two categories, false and true, such as categories: [no, yes]"
             )
         if self.format is not None:
             _check_format(self.format)
         return self
+
+    @property
+    def open(self) -> bool:
+        """Return whether nothing but the type is declared."""
+        return self.type != "text" and not (self.range or self.categories)
+
+    @property
+    def counted(self) -> bool:
+        """Return whether its range follows from noisy counts."""
+        return self.open and self.type in ("number", "date")
+
+    @property
+    def hashed(self) -> bool:
+        """Return whether its values are known by their hash."""
+        return self.open and self.type == "category"
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -234,11 +277,27 @@ class Column(Written):
         """Return the number of inputs that the column becomes."""
         if self.text is not None:
             values = self.text + WRITTEN
-        elif self.type == "category":
+        elif self.type == "category" and not self.open:
             values = len(self.categories) + 1
         else:
             values = 1
-        return values + (self.missing == "input")
+        return values + self.flagged
+
+    @property
+    def flagged(self) -> bool:
+        """Return whether one of the inputs says where the value is missing."""
+        return self.missing == "input" and not self.hashed
+
+    @property
+    def parts(self) -> tuple[tuple[InputKind, int], ...]:
+        """Return the kinds of its inputs, but of texts, and how many there are of each."""
+        kind: InputKind = "open" if self.counted else "number"
+        if self.type == "category":
+            kind = "hashed" if self.open else "one-hot"
+        elif self.type == "boolean":
+            kind = "boolean"
+        flags: tuple[tuple[InputKind, int], ...] = (("flag", 1),) if self.flagged else ()
+        return ((kind, self.inputs - self.flagged), *flags)
 
 
 def days_of(end: float | date) -> float:
@@ -268,24 +327,40 @@ class Label(Written):
     Attributes:
         column: name in the table's header.
         classes: names of its classes.
-        range: lowest and highest number. Other numbers are clipped to it.
+        type: "category" or "number". It follows from classes and range.
+        range: lowest and highest number. Other numbers are clipped to it. Without one, for type:
+            number, it follows from noisy counts, and the epsilon of the run covers it.
         transform: "log1p" predicts log(1 + y), for numbers of very different sizes.
         missing_words: words for a missing value, as in :class:`Column`.
     """
 
     column: Text
+    type: Literal["number", "category"] = "category"
     classes: CellValues = ()
     range: Range | None = None
     transform: Literal["none", "log1p"] = "none"
     missing_words: CellValues = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_type(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") is not None:
+            return given
+        return {**given, "type": "number" if given.get("range") else "category"}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.range is None) == (not self.classes):
+        number = self.type == "number"
+        if (number or self.range is not None) == bool(self.classes):
             raise ValueError(
                 "needs either the names of its classes, such as classes: [no, yes], or for numbers "
-                "to predict their public range, such as range: [0, 100]"
+                "to predict their public range, such as range: [0, 100], or type: number to find "
+                "it within epsilon"
             )
+        if self.open and self.transform != "none":
+            raise ValueError("transform needs the public range of the numbers, such as [0, 100]")
+        if self.open:
+            return self
         if self.range is None:
             if len(self.classes) < 2:
                 raise ValueError("classes: needs at least two names")
@@ -304,9 +379,9 @@ class Label(Written):
         return self.column
 
     @property
-    def type(self) -> Literal["number", "category"]:
-        """Return the type of the column, as in :class:`Column`."""
-        return "category" if self.range is None else "number"
+    def open(self) -> bool:
+        """Return whether it is numbers, whose range follows from noisy counts."""
+        return self.type == "number" and self.range is None
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -315,9 +390,8 @@ class Label(Written):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Return the ends of the range."""
-        assert self.range is not None  # noqa: S101
-        return self.range
+        """Return the ends of the range; those of all numbers if there is none."""
+        return self.range or (-FARTHEST, FARTHEST)
 
 
 def faults_of_range(low: float, high: float, transform: str) -> Iterator[str]:

@@ -4,12 +4,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from dpmac_cli.config.facts import InMemoryData, in_memory
 from dpmac_cli.config.flags import unknown
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.kinds import schema_of_kinds
 from dpmac_cli.data.reader import Reading, as_array, register_reader
+from dpmac_cli.data.table import table_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
@@ -108,13 +111,31 @@ def as_new(values: Any) -> InMemoryData:
 
 
 def from_dataframe(
-    frame: Any, schema: TableSchema | Mapping[str, Any] | Path | str, *, name: str = "table"
+    frame: Any,
+    schema: TableSchema | Mapping[str, Any] | Path | str | None = None,
+    *,
+    label: str | None = None,
+    kinds: Mapping[str, str] | None = None,
+    classes: Sequence[str] | None = None,
+    name: str = "table",
 ) -> InMemoryData:
     """Return the records of a data frame.
 
+    Either a schema declares the columns, or each is of a kind, and what else is needed is found
+    within epsilon::
+
+        from_dataframe(frame, label="y", kinds={"age": "number", "job": "category"})
+
     Args:
         frame: a data frame of pandas, polars or pyarrow.
-        schema: a public schema (see docs/own-data.md): a file, or the parsed contents of one.
+        schema: a public schema (see docs/own-tables.md): a file, or the parsed contents of one.
+        label: without a schema, the column to predict.
+        kinds: without a schema, the kind of each column: number, category, boolean or date. Those
+            of other columns follow from their dtypes, and those of a column of objects from its
+            cells: these are facts of the records, which epsilon does not cover, but for the dtypes
+            category and boolean.
+        classes: without a schema, the classes of the label. They are read from the records if they
+            are not declared.
         name: the dataset's name in reports.
 
     Raises:
@@ -122,7 +143,34 @@ def from_dataframe(
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
-    return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
+    if schema is not None:
+        raise_errors(
+            f"{keyword} is for a data frame without a schema: leave one of them out."
+            for keyword, value in {"label": label, "kinds": kinds, "classes": classes}.items()
+            if value is not None
+        )
+        return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
+    table = table_of(frame)
+    declared = {**_declared_kinds(table), **(kinds or {})}
+    found = schema_of_kinds(table, label, declared, classes)
+    others = [column for column in found["columns"] if column not in declared]
+    inferred = ("kinds of columns",) * bool(others)
+    if label is not None and classes is None and "classes" in found["label"]:
+        inferred = (*inferred, "classes")
+    return InMemoryData(
+        _place(name), frame=frame, schema=schema_of(found, "schema"), inferred=inferred
+    )
+
+
+def _declared_kinds(table: pa.Table) -> dict[str, str]:
+    """Return the kinds of columns whose dtype whoever made a frame has chosen."""
+    kinds = {pa.types.is_dictionary: "category", pa.types.is_boolean: "boolean"}
+    return {
+        field.name: kind
+        for field in table.schema
+        for test, kind in kinds.items()
+        if test(field.type)
+    }
 
 
 def _place(name: str) -> Path:

@@ -32,11 +32,12 @@ def remarks_on_ranges(
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
     columns, first = (() if declared.schema is None else declared.schema.columns), 0
-    unused, dates = list[str](), dict[str, str]()
+    unused, dates, in_ranges = list[str](), dict[str, str](), np.ones(len(names), np.bool_)
     for column in columns:
         if column.type == "date" and column.range is not None:
             dates[column.name] = "{} to {}".format(*column.range)
         names[first : first + column.inputs] = [column.name] * column.inputs
+        in_ranges[first : first + column.inputs] = not column.open
         unused += [
             f"{name} of {column.name}"
             for place, name in enumerate(column.categories, first)
@@ -45,8 +46,10 @@ def remarks_on_ranges(
         first += column.inputs
     if unused:
         yield f"No record has the category {_listed(unused)}: check the spelling"
-    yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"], dates)
-    if number is not None:
+    low, high = (np.broadcast_to(arrays[end], len(names))[in_ranges] for end in ("low", "high"))
+    declared_names = [name for name, inside in zip(names, in_ranges, strict=True) if inside]
+    yield from _of_each(declared_names, np.moveaxis(x, 1, 0)[in_ranges], low, high, dates)
+    if number is not None and not number.open:
         low, high = np.array(number.low), np.array(number.high)
         yield from _of_each([number.name], arrays["y"].T, low, high, {})
 

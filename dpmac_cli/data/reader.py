@@ -60,6 +60,7 @@ class Reading:
         classes: names of classes that were found, if none are declared.
         converted: whether images have the channels and the size that settings declare.
         numbers: what numbers are, given their shape and their lowest and highest values.
+        remarks: private notes on the records, as sentences without an end.
     """
 
     arrays: ArrayDict
@@ -67,6 +68,7 @@ class Reading:
     classes: tuple[str, ...] = ()
     converted: bool = False
     numbers: Callable[..., Numbers] = Numbers
+    remarks: tuple[str, ...] = ()
 
 
 Reads = Callable[[Declaration], Reading]

@@ -1,7 +1,9 @@
 """Read tables in CSV or Parquet files, or data frames, according to their schema."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from dpmac_cli.config.facts import NAMED, TABLES, LeftOut, refuse, some_of
+from dpmac_cli.config.records import PLACES, Numbers, Table
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.csv_file import UTF16, CsvFile
@@ -25,6 +28,7 @@ from dpmac_cli.data.table_cells import (
     CellNumbers,
     decoded_cells,
     has_text,
+    hashed_in,
     is_one_of,
     kind_of,
     text_cells,
@@ -35,8 +39,8 @@ from dpmac_cli.data.targets import CLASSES, DECLARED, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank, texts_at
 from dpmac_cli.data.units import unit_name, units_in
 from dpmac_cli.data.values import NOT_TEXT, text_of
-from dpmac_cli.errors import InputError
-from dpmac_cli.tasks.task import is_labelled
+from dpmac_cli.errors import InputError, counted
+from dpmac_cli.tasks.task import FARTHEST, is_labelled
 
 #: Types of columns that are neither numbers nor text.
 NO_CELLS = (
@@ -67,11 +71,13 @@ class TableRows:
         cells: columns, shape (records,) each.
         broken: why records cannot be read, by their number; their cells are null.
         bad: masks of other records that cannot be used, by the reason as a message says it.
+        remarks: private notes on cells that count as missing.
     """
 
     def __init__(self, cells: Cells, broken: dict[int, str], texts: bool) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
         self.bad: dict[str, BoolArray] = {}
+        self.remarks = list[str]()
         self._lost = np.isin(range(len(self)), [*broken])
 
     def __len__(self) -> int:
@@ -126,17 +132,8 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     """Return the records of a table to train on. Raises InputError with every fault found."""
     path, schema, settings = declared_as.path, declared_as.schema, declared_as.settings
     unit, skip_bad = settings.unit, settings.skip_bad
-    if schema is None and declared_as.in_memory is not None:
-        raise InputError(
-            f"{path} needs a schema that declares its columns, as in docs/own-tables.md. Add "
-            "{schema=}schema.yaml."
-        )
     if schema is None:
-        raise InputError(
-            f"{path} needs a schema that declares its columns. Create a draft with: "
-            f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
-            "{schema=}schema.yaml."
-        )
+        raise _without_schema(declared_as)
     file, table, names = _opened(declared_as, schema)
     declared = schema.declared
     if unit is not None:
@@ -178,10 +175,43 @@ def _read_labelled(declared_as: Declaration) -> Reading:
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}
-    places = _places_of_texts(schema.columns)
-    if declared_as.texts is None or not places:
-        return Reading(arrays, left_out)
-    return Reading(arrays, left_out, numbers=texts_at(declared_as.texts, places))
+    return Reading(
+        arrays,
+        left_out,
+        numbers=_records_in(schema.columns, declared_as.texts),
+        remarks=tuple(rows.remarks),
+    )
+
+
+def _without_schema(declared: Declaration) -> InputError:
+    """Return the error of a table without a schema."""
+    path = declared.path
+    if declared.in_memory is not None:
+        return InputError(
+            f"{path} needs a schema that declares its columns, as in docs/own-tables.md. Add "
+            "{schema=}schema.yaml, or pass from_dataframe(frame, label=...)."
+        )
+    return InputError(
+        f"{path} needs a schema that declares its columns. Create one with: dpmac schema {path} "
+        "--label COLUMN --kinds > schema.yaml. Check it and add {schema=}schema.yaml."
+    )
+
+
+def _records_in(columns: Sequence[Column], texts: TextReader | None) -> Callable[..., Numbers]:
+    """Return what records of some columns are, given their shape and their ends."""
+    places = _places_of_texts(columns)
+    if texts is not None and places:
+        refuse(
+            [
+                f"The column {column.name} is declared by its type alone"
+                for column in columns
+                if column.open
+            ],
+            " Beside texts, declare its range or its categories.",
+        )
+        return texts_at(texts, places)
+    parts = chain.from_iterable(column.parts for column in columns)
+    return partial(Table, columns=tuple(parts))
 
 
 def _places_of_texts(columns: Sequence[Column]) -> list[tuple[int, int]]:
@@ -220,7 +250,7 @@ def _units(name: str, rows: TableRows, missing_words: Sequence[str]) -> NDArray[
 
 def _declared_of(label: Label) -> dict[str, NDArray[Any]]:
     """Return what a label declares, as arrays do."""
-    if label.range is None:
+    if label.type == "category":
         return {CLASSES: np.array(label.classes)}
     return dict(
         zip(DECLARED, map(np.array, (*label.ends, label.transform, label.name)), strict=True)
@@ -283,7 +313,7 @@ def _inputs(
         x.append(block)
         low += lows
         high += highs
-        if column.missing == "input":
+        if column.flagged:
             x.append(missing[:, None])
             low.append(FLAG[0])
             high.append(FLAG[1])
@@ -308,17 +338,43 @@ def _block(
         missing |= is_one_of(text_cells(cells), column.missing_words)
         kept = ("" if m else text for m, text in zip(missing, texts, strict=True))
         return as_inputs(kept, reader, column.text), reader.ranges(column.text or 0), missing
+    if column.hashed:
+        return (
+            hashed_in(cells, column)[:, None],
+            ([0.0], [PLACES - 1.0]),
+            np.zeros(len(cells), bool),
+        )
     if column.type == "category":
         values, missing = values_in(cells, column)
         known = values[:, None] == np.arange(len(column.categories))
         block = np.column_stack([known, np.isnan(values) & ~missing])
         return block, ([FLAG[0]] * block.shape[1], [FLAG[1]] * block.shape[1]), missing
+    if column.open:
+        return _open_block(column, rows)
     values, missing = _values(column, rows)
     ends = (0.0, 1.0) if column.type == "boolean" else column.ends
     if column.type == "date":  # years until the last day
         values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
     block = np.where(np.isnan(values), sum(ends) / 2, values)[:, None]
     return block, ([ends[0]], [ends[1]]), missing
+
+
+def _open_block(column: Column, rows: TableRows) -> tuple[NDArray[Any], Ranges, BoolArray]:
+    """Return :func:`_block` of a number, date or truth value of which nothing else is declared.
+
+    A cell that cannot be read is missing, and counts in a remark.
+    """
+    values, missing = values_in(rows.cells[column.name], column)
+    unknown = np.isnan(values)
+    if strange := int((unknown & ~missing).sum()):
+        of_type = {"number": "number", "date": "date", "boolean": "truth value"}[column.type]
+        rows.remarks.append(
+            f"{counted(strange, 'cell')} of {column.name} {'is' if strange == 1 else 'are'} no "
+            f"{of_type}, and count{'s' * (strange == 1)} as missing"
+        )
+    between, ends = (0.5, (0.0, 1.0)) if column.type == "boolean" else (0.0, (-FARTHEST, FARTHEST))
+    block = np.where(unknown, between, values)[:, None]
+    return block, ([ends[0]], [ends[1]]), unknown
 
 
 def _values(of: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray]:
@@ -338,9 +394,9 @@ def _targets(label: Label, rows: TableRows) -> NDArray[Any]:
     """Return classes, int64, or numbers, float64; shape (records,)."""
     values, missing = _values(label, rows)
     rows.add(f"no value in {label.name}", missing)
-    unknown = NO_LABEL if label.range is None else sum(label.ends) / 2
+    unknown = NO_LABEL if label.type == "category" else sum(label.ends) / 2
     y = np.where(np.isnan(values), unknown, values)
-    return y.astype(np.int64) if label.range is None else y
+    return y.astype(np.int64) if label.type == "category" else y
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:

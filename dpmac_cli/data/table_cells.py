@@ -3,6 +3,7 @@
 What a cell means depends on that cell and on the schema, never on other cells.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -12,7 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from dpmac_cli.data.column_schema import EPOCH, ISO_DATE, Column, Label, Written
+from dpmac_cli.config.records import PLACES
+from dpmac_cli.data.column_schema import EPOCH, FALSE, ISO_DATE, TRUE, Column, Label, Written
 from dpmac_cli.data.values import MISSING
 
 CellNumbers = NDArray[np.float64]
@@ -23,6 +25,8 @@ TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
 GROUPING = {" ": r"[ \x{00a0}\x{2009}\x{202f}]", "'": r"['\x{2019}]", ".": r"\.", ",": ","}
 ISO = re.compile(rf"{ISO_DATE.pattern}(?:[T ]\d\d:\d\d\S*)?")
 DAY, YEAR = 86_400, 365.25
+#: Between the name of a column and a value, of which the hash is taken.
+BETWEEN = "\x1f"
 
 
 def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArray]:
@@ -39,10 +43,34 @@ def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArr
     values, text = read(cells, of), text_cells(cells)
     usual = [word for word in MISSING if word not in of.values]
     missing = np.asarray(cells.is_null()) | is_one_of(text, [*usual, *of.missing_words])
-    if of.missing_words and of.range is not None:  # 999 stands for 999.0, too
+    if of.missing_words and of.type in ("number", "date"):  # 999 stands for 999.0, too
         words = pa.array(of.missing_words, pa.string())
         missing |= np.isin(values, read(words, of)) & ~np.isnan(values)
     return np.where(missing | np.isinf(values), np.nan, values), missing
+
+
+def hashed_in(cells: pa.Array, column: Column) -> CellNumbers:
+    """Return the place of each value of a column by a public hash of its name and the value.
+
+    All words for a missing value have the place of an empty one.
+
+    Args:
+        cells: text, or a column of any type; shape (records,).
+        column: the column.
+    """
+    text = text_cells(cells)
+    missing = is_one_of(text, [*MISSING, *column.missing_words])
+    known = compute.if_else(pa.array(missing), "", text.fill_null(""))
+    different = known.dictionary_encode()
+    places = [
+        _hashed(f"{column.name}{BETWEEN}{value}") for value in decoded_cells(different.dictionary)
+    ]
+    return _floats(pa.array(places, pa.float64()).take(different.indices))
+
+
+def _hashed(value: str) -> int:
+    digest = hashlib.sha256(value.encode()).digest()
+    return int.from_bytes(digest, "big") % PLACES
 
 
 def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
@@ -101,10 +129,19 @@ def _days(cell: str | None, written: str | None) -> float:
 
 def _places_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
     text, words = text_cells(cells), pa.array(of.values)
+    if of.type == "boolean" and not of.values:
+        return _truths(text)
     if of.type == "boolean":
         text, words = compute.utf8_lower(text), compute.utf8_lower(words)
     found = compute.index_in(text, words)
     return _floats(found.cast(pa.float64()))
+
+
+def _truths(text: pa.Array) -> CellNumbers:
+    """Return 0 and 1 for words of false and true; NaN for others."""
+    places = compute.index_in(compute.utf8_lower(text), pa.array([*FALSE, *TRUE]))
+    numbers = _floats(places.cast(pa.float64()))
+    return np.where(np.isnan(numbers), np.nan, numbers >= len(FALSE))
 
 
 #: Functions that read each type of column but texts.

@@ -108,7 +108,7 @@ class TableSchema(Written):
         """Return how a column is written that does not declare it: as the table is."""
         words = [word for word in self.missing_words if word not in (*of.missing_words, *of.values)]
         update: dict[str, Any] = {"missing_words": (*of.missing_words, *words)}
-        if of.range is not None and of.type == "number" and not (of.decimal or of.thousands):
+        if of.type == "number" and not (of.decimal or of.thousands):
             update |= {"decimal": self.decimal, "thousands": self.thousands}
         return update
 
@@ -230,7 +230,7 @@ def draft(
     """
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
     template: jinja2.Template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
-    names = {name: _quoted(name, escaped) for name in kinds}
+    names = {name: quoted(name, escaped) for name in kinds}
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
@@ -242,7 +242,7 @@ def draft(
     )
 
 
-def _quoted(name: str, escaped: bool) -> str:
+def quoted(name: str, escaped: bool) -> str:
     """Return a name as YAML text, quoted if necessary."""
     style = None if name.isidentifier() else '"'
     text = yaml.safe_dump(name, default_style=style, width=10**6, allow_unicode=not escaped)

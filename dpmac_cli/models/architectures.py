@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from dpmac_cli.config.datasets import Signature
-from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
+from dpmac_cli.config.records import PLACES
+from dpmac_cli.dp.clipping.custom_layers import LinearWithPlaces, StandardisedConv2d
 from dpmac_cli.errors import ModelError
 from dpmac_cli.libraries import vision_models
 
@@ -23,8 +24,15 @@ def passed_on(_: Signature) -> nn.Module:
 def perceptron(signature: Signature, *hidden: int) -> nn.Module:
     """Return linear layers with ReLU between them, of ``hidden`` units each."""
     layers: list[nn.Module] = [nn.Flatten()]
+    places = signature.lookups
     for inputs, outputs in pairwise((math.prod(signature.shape), *hidden, signature.outputs)):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        first = places and len(layers) == 1
+        linear = (
+            LinearWithPlaces(inputs, places, PLACES, outputs)
+            if first
+            else nn.Linear(inputs, outputs)
+        )
+        layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 

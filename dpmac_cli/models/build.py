@@ -24,14 +24,16 @@ from dpmac_cli.config.networks import (
     BuiltIn,
     Features,
     OwnFeatures,
+    TableColumns,
     Trained,
     UserModel,
 )
-from dpmac_cli.config.records import Images
+from dpmac_cli.config.records import Images, Records, Table
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features.backbones import PublicBackbone, at_a_time
 from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, WithHead, with_features
+from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures, example_of
 from dpmac_cli.models import architectures
 from dpmac_cli.models.language_model import CausalModel, on_texts
@@ -116,8 +118,8 @@ def _behind(
         if not head_only:
             return on_texts(texts, head)
         return FrozenFeatures(texts, head, torch.float32, PUBLISHED_OF_TEXTS)
-    if isinstance(features, OwnFeatures):
-        return FrozenFeatures(OneByOne(OWN_FEATURES[features.kind]), head, torch.float32, ())
+    if isinstance(features, OwnFeatures | TableColumns):
+        return FrozenFeatures(_of_rows(features, records), head, torch.float32)
     if not isinstance(features, Backbone):
         return with_features(head, (*records.shape,), features.kind)
     assert isinstance(records, Images)  # noqa: S101  (a backbone reads them alone)
@@ -127,6 +129,14 @@ def _behind(
     )
     network.at_a_time = at_a_time(features.size)
     return network
+
+
+def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Module:
+    """Return what computes features of each record alone."""
+    if isinstance(features, OwnFeatures):
+        return OneByOne(OWN_FEATURES[features.kind])
+    assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
+    return TableInputs(records)
 
 
 def build_network(name: str, signature: Signature) -> nn.Module:
@@ -152,7 +162,7 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
     assert signature.records is not None  # noqa: S101  (features are of records)
     start = features.start if signature.start is None else signature.start
     shape = features.shape_of(signature.records)
-    return Signature(shape, signature.outputs, start)
+    return Signature(shape, signature.outputs, start, lookups=features.lookups(signature.records))
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:

@@ -92,6 +92,21 @@ class Data:
         moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
         return replace(self, **moved)
 
+    def predicting(self, task: Task) -> "Data":
+        """Return the same records with the targets of a task, whose range is known now."""
+        if not self.task.open:
+            return replace(self, task=task)
+        train, test = (
+            replace(
+                split,
+                labels=torch.from_numpy(task.encoded(split.labels.cpu().numpy())).to(
+                    split.labels.device
+                ),
+            )
+            for split in (self.train, self.test)
+        )
+        return replace(self, task=task, train=train, test=test)
+
     def computed_in(self, dtype: torch.dtype) -> "Data":
         """Return the same records for a network of another dtype."""
         return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))

@@ -113,7 +113,8 @@ def _check_fits(released: Released, known: DataFacts) -> None:
             f"{file} does not fit {known.name}: it takes records of shape "
             f"{facts.input.shape}, but those of the dataset have {shape}."
         )
-    fits = not known.own and known.task.outputs == facts.task.outputs
+    same_outputs = known.task.outputs == facts.task.outputs
+    fits = same_outputs and (known.task.open or not known.own)
     if known.task != facts.task and not fits:
         raise ModelError(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
@@ -124,7 +125,7 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     """Evaluate a model on test records, read and calibrated as those that it was trained on."""
     task = replace(facts.task, names=data.task.names)
-    data = replace(data.scaled_as(facts.input), task=task)
+    data = data.scaled_as(facts.input).predicting(task)
     return evaluate(model, data, data.test)
 
 

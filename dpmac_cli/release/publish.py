@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import safetensors.torch
+import torch
+from torch import Tensor
 
 from dpmac_cli import __version__, files
 from dpmac_cli.accounting import statements
@@ -40,6 +42,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
+from dpmac_cli.runs.trainer import RANGES
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 
@@ -94,7 +97,8 @@ def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
 def public_facts(session: Session) -> report.Facts:
     """Return the facts of a run to publish with its weights."""
     plan, task, data = session.plan, session.task, session.plan.facts
-    canaries, task_facts = plan.settings.canaries, dict[str, Any](data.task.facts)
+    canaries = plan.settings.canaries
+    task_facts = dict[str, Any](session.trainer.data.task.facts)
     run = DescribedRun(plan, session.account, session.weighed)
     guarantee = privacy(run)
     audited = (
@@ -114,9 +118,21 @@ def public_facts(session: Session) -> report.Facts:
         statement=nist_statement(run) if plan.private else None,
         audit=audited,
         calibration=_calibration(session.trainer.task, run),
+        ranges=_ranges(session.trainer.ranges, run),
         residuals=_residuals(session.trainer.task, run),
         operating_point=_operating_point(session.trainer.task, guarantee.epsilon),
     )
+
+
+def _ranges(counted: Mapping[str, Tensor], run: DescribedRun) -> report.Ranges | None:
+    """Return the ranges of columns that were found by noisy counts; None if there are none."""
+    if not counted:
+        return None
+    none = torch.empty(0)
+    low, high = (counted.get(f"{RANGES}{end}", none).tolist() for end in ("low", "high"))
+    ends = zip(low, high, strict=True)
+    found = dict(zip(run.counted_columns, ends, strict=True))
+    return report.Ranges(found=found, statement=text("ranges", run))
 
 
 def _residuals(task: Task, run: DescribedRun) -> report.Residuals | None:
@@ -149,7 +165,7 @@ def privacy(run: DescribedRun) -> Privacy:
     whole = spent.event
     if not math.isinf(plan.max_epsilon):
         whole = plan.event.first(plan.event.steps - spent.base)
-    planned = total_epsilon((*spent.before, whole, *plan.planned[1:]), delta)
+    planned = total_epsilon((*spent.before, whole, *plan.counts), delta)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit)
     return Privacy(
         private=plan.private,
@@ -204,6 +220,10 @@ def _search(run: DescribedRun, search: Search) -> SearchResult:
     )
 
 
+#: What noisy counts before training find.
+FOUND = ("ranges and ranks that were not declared",)
+
+
 def _computed(run: DescribedRun) -> tuple[Computed, ...]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, covered = run.plan.facts, run.plan.score
@@ -216,6 +236,7 @@ def _computed(run: DescribedRun) -> tuple[Computed, ...]:
             "declared public" if facts.own else "published",
         ),
         **dict.fromkeys(facts.inferred, "not covered"),
+        **dict.fromkeys(FOUND * bool(run.plan.ranges), "protected"),
         "scores of the test records": "protected" if covered else "not covered",
         "measured times": "not covered",
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",

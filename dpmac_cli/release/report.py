@@ -150,6 +150,14 @@ class Residuals(Said):
     """Standard deviation of the noise in each count."""
 
 
+class Ranges(Said):
+    """Ranges of columns of which the type alone was declared, from noisy counts."""
+
+    found: dict[str, tuple[AnyNumber, AnyNumber]]
+    """Lowest and highest number of each column, by its name; those of a date in days since
+    1970-01-01. Others are clipped to it."""
+
+
 class OperatingPoint(Said):
     """Decision between two classes: the last one is said above these log-odds of the network."""
 
@@ -245,6 +253,8 @@ class Facts(Part):
     are in audit.json."""
     calibration: Calibration | None = None
     """How outputs become probabilities. Null if they are the softmax of the outputs."""
+    ranges: Ranges | None = None
+    """Ranges that were found by noisy counts. Absent if all were declared."""
     residuals: Residuals | None = None
     """What intervals of predicted numbers follow from. Null without intervals."""
     operating_point: OperatingPoint | None = None

@@ -13,7 +13,15 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import listed
-from dpmac_cli.config.networks import BACKBONES, FEATURES, PARTS, Backbone, OwnFeatures, Scattered
+from dpmac_cli.config.networks import (
+    BACKBONES,
+    FEATURES,
+    PARTS,
+    Backbone,
+    OwnFeatures,
+    Scattered,
+    TableColumns,
+)
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.optim.optimizer import InBall
 
@@ -72,11 +80,19 @@ class DescribedRun:
         return listed(self.plan.facts.inferred)
 
     @property
+    def counted_columns(self) -> tuple[str, ...]:
+        """Return the columns whose ranges follow from noisy counts."""
+        schema = self.plan.facts.schema
+        columns = () if schema is None else schema.columns
+        return tuple(column.name for column in columns if column.counted)
+
+    @property
     def features(self) -> str:
         """Kind of features that the network takes instead of its records; "" for none."""
         kinds = {
             Scattered: "scattered",
             OwnFeatures: "own",
+            TableColumns: "columns",
             Backbone: "backbone",
             TextEncoder: "texts",
         }
@@ -243,6 +259,12 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "public part",
+        lambda run: run.features == "columns",
+        "The network takes fixed functions of each column ({run.about}), which depend on their row "
+        "alone.",
+    ),
+    (
+        "public part",
         lambda run: run.features == "backbone",
         "The network takes features of an image from a public network ({run.about}), which depend "
         "on that image alone. Neither its weights nor the data that they were trained on are "
@@ -326,6 +348,25 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "After the last step, one histogram of the training {run.counted} was released with "
         "Gaussian noise, in which each counts at most once. Probabilities follow from it, and no "
         "decision does.",
+    ),
+    (
+        "ranges",
+        lambda run: run.private and run.counted_columns,
+        "Before the first step, ranges and ranks of the columns whose type alone is declared were "
+        "found by three rounds of histograms of the training {run.counted} with Gaussian noise, in "
+        "which each counts at most once in a column. Epsilon covers them.",
+    ),
+    (
+        "ranges",
+        lambda run: not run.private,
+        "Ranges and ranks that were not declared are exact facts of the training {run.counted}.",
+    ),
+    (
+        "ranges",
+        lambda run: run.private and run.plan.facts.task.open,
+        "Before the first step, the range of {run.plan.facts.task.name} was found by three rounds "
+        "of such histograms, and narrowed by its mean and spread, which were released with "
+        "Gaussian noise. Epsilon covers them.",
     ),
     (
         "residuals",

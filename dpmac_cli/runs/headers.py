@@ -13,6 +13,8 @@ from dpmac_cli.config.records import MOST_NUMBER, AnyNumber
 
 #: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
+#: Largest number of histograms of a run.
+MOST_HISTOGRAMS = 16
 #: Largest number of cells of a histogram.
 MOST_CELLS = 1000
 
@@ -45,7 +47,7 @@ class Spent(Part):
     seeded: bool
     secure: bool
     score: TrainingEvent | None
-    histogram: Annotated[tuple[TrainingEvent, ...], Field(max_length=1)] = ()
+    histograms: Annotated[tuple[TrainingEvent, ...], Field(max_length=MOST_HISTOGRAMS)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

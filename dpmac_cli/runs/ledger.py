@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli import files
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account, done, without
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.runs import folder, headers
 
@@ -68,7 +68,7 @@ class Ledger(Account):
             "seeded": self.seeded,
             "secure": self.secure,
             "score": None if self.score is None else asdict(self.score),
-            "histogram": [asdict(event) for event in self.histograms if event not in more],
+            "histograms": [asdict(event) for event in without(self.histograms, more)],
         }
         text = files.to_json({"sha256": _sum(spent), "spent": spent})
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
@@ -97,7 +97,7 @@ def read_ledger(run: Path) -> Account | None:
             base=kept.base,
             begun=kept.begun,
             score=kept.score,
-            histogram=next(iter(kept.histogram), None),
+            ranges=kept.histograms,
             seeded=kept.seeded,
             secure=kept.secure,
         )

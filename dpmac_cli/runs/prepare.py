@@ -1,16 +1,26 @@
 """Network and data of a run: load, build and validate them."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
-from dpmac_cli.config.networks import BACKBONES, Backbone, BuiltIn, OwnFeatures, UserModel
+from dpmac_cli.config.networks import (
+    BACKBONES,
+    Backbone,
+    BuiltIn,
+    OwnFeatures,
+    TableColumns,
+    UserModel,
+)
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.data.read import read
@@ -18,8 +28,18 @@ from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.features import texts as text_features
 from dpmac_cli.features.backbones import public_weights
 from dpmac_cli.features.class_names import SIGNAL, begin_at_names
+from dpmac_cli.features.counts import (
+    ROUNDS,
+    Distribution,
+    Floats,
+    distributions,
+    exact_distributions,
+    target_moments,
+    target_range,
+)
 from dpmac_cli.features.frozen import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.features.stored import featured
+from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.features.texts import example_of
 from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build
@@ -29,7 +49,10 @@ from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.carried_accounts import carried_by
 
 
@@ -40,6 +63,8 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
+        uncounted: what counts records before the first step, and returns ``data``, which until then
+            has the shapes of the records alone; None if nothing is counted.
         own: whether the network is not built in, so that it may draw random numbers.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user. private_notes: notes on the records, for the person who holds them.
@@ -50,6 +75,7 @@ class PreparedRun:
     model: nn.Module
     trained: nn.Module
     data: Data
+    uncounted: "Uncounted | None" = None
     own: bool = True
     pretrained: str | None = None
     start: int = 0
@@ -70,6 +96,100 @@ class PreparedRun:
     def parameters(self) -> int:
         """Number of parameters of the whole network."""
         return sum(p.numel() for p in self.model.parameters())
+
+
+#: Numbers to predict that are further from their mean than this many deviations are clipped, and
+#: the least deviation, as a part of the numbers.
+FAR, FLAT = 4.0, 1e-4
+
+
+@dataclass(frozen=True)
+class Uncounted:
+    """Rows of a table, some ranges of which will follow from noisy counts of them.
+
+    Attributes:
+        network: the whole network, whose inputs need the ranges.
+        data: the rows.
+        plan: plan of the run, which has the events.
+    """
+
+    network: FrozenFeatures
+    data: Data
+    plan: Plan
+
+    @property
+    def inputs(self) -> TableInputs:
+        """Return what makes inputs of rows."""
+        inputs = self.network.frozen
+        assert isinstance(inputs, TableInputs)  # noqa: S101  (nothing else counts)
+        return inputs
+
+    @property
+    def shapes(self) -> Data:
+        """Return data with the shapes of the inputs, which no record is in."""
+        one = torch.ones(1, device=self.data.gain.device)
+        records, features = self.plan.facts.records, self.plan.features
+        assert features is not None  # noqa: S101  (a table has them)
+        shape = features.shape_of(records)
+        train, test = (
+            replace(split, images=torch.zeros(1, device=one.device).expand(len(split), *shape))
+            for split in (self.data.train, self.data.test)
+        )
+        return Data(train, test, one, torch.zeros_like(one), self.data.task)
+
+    def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
+        """Find ranges by noisy counts of the training records, and return the inputs of all rows.
+
+        Args:
+            noise: fresh random numbers, used only here.
+            begin: called with each event before records are read for it.
+        """
+        split, events = self.data.train, [*self.plan.ranges]
+        owners = None if split.units is None else split.units.owners
+
+        def found(values: Floats) -> tuple[Distribution, ...]:
+            if not self.plan.private:
+                return exact_distributions(values)
+            rounds = [events.pop(0) for _ in ROUNDS]
+            return distributions(values, rounds, noise, begin, owners, split.size)
+
+        if self.inputs.counted:
+            self.inputs.adopt(found(self.inputs.values(split.images).cpu().numpy()))
+        task = self.data.task
+        if task.open:
+            [range_of] = found(split.labels.cpu().numpy().astype(np.float64))
+            task = self._task_in(*target_range(range_of), events, noise, begin)
+        return self.prepared(task)
+
+    def prepared(self, task: Task) -> Data:
+        """Return the inputs of all rows under the ranges that there are, and targets of a task."""
+        self.network.separate = True
+        known = self.data.predicting(task)
+        data, _ = featured(self.network, known, _of_features(self.plan), cache_folder())
+        return data
+
+    def _task_in(
+        self,
+        low: float,
+        high: float,
+        events: Sequence[TrainingEvent],
+        noise: SeededNormals,
+        begin: Callable[[TrainingEvent], None],
+    ) -> Task:
+        """Return the task of numbers in a range, of which what is far from the mean is cut."""
+        split, task = self.data.train, self.data.task
+        targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
+        owners = None if split.units is None else split.units.owners
+        if events:
+            [event] = events
+            mean, spread = target_moments(
+                targets, low, high, event, noise, begin, owners, split.size
+            )
+        else:
+            mean, spread = float(targets.mean()), float(targets.std())
+        assert isinstance(task, Regression)  # noqa: S101  (no other task is open)
+        far = FAR * max(spread, FLAT * max(abs(low), abs(high)))
+        return replace(task, low=max(low, mean - far), high=min(high, mean + far))
 
 
 def prepare(
@@ -109,11 +229,16 @@ def prepare(
         private_notes = checks.private_notes(plan, data.notes)
         data = on_device(data, device, plan.facts.records)
     data = data.computed_in(dtype_of(model))
-    trained = model
-    if parts is not None:
+    trained, uncounted = model, None
+    inputs = None if parts is None else parts.frozen
+    if parts is not None and isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
+        uncounted = Uncounted(parts, data, plan)
+        data, trained = uncounted.shapes, parts.head
+    elif parts is not None:
         # On a CPU, texts are encoded in batches that depend on their lengths.
         on_texts = isinstance(plan.features, TextEncoder) and device.type == "cpu"
-        parts.separate = on_texts or isinstance(plan.features, OwnFeatures)
+        separate = isinstance(plan.features, OwnFeatures | TableColumns)
+        parts.separate = on_texts or separate
         parts.own = own
         data, _ = featured(parts, data, _of_features(plan), cache_folder())
         trained = parts.head
@@ -121,6 +246,7 @@ def prepare(
         model=model,
         trained=trained,
         data=data,
+        uncounted=uncounted,
         own=own,
         private_notes=private_notes,
         start=_start_of(keys),

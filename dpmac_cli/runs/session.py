@@ -134,7 +134,7 @@ class Session:
             "parts": len(self.account.before),
             "histogram": _as_record(self.trainer.histogram),
         }
-        checkpoint.save(self.where, state.tensors(), record)
+        checkpoint.save(self.where, {**state.tensors(), **self.trainer.ranges}, record)
 
     def drive(self, stop: Callable[[], bool]) -> Iterator["SessionEvent"]:
         """Train to the end, and write the files that are not published."""
@@ -147,6 +147,8 @@ class Session:
             notes=self.notes,
             private_notes=self.task.private_notes,
         )
+        if self.trainer.count():
+            self.save()  # so they are not paid for again
         try:
             yield from self._updates(stop)
         except DivergedError as failure:

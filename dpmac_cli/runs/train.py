@@ -35,7 +35,7 @@ from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent, config_file
-from dpmac_cli.runs.trainer import make_trainer
+from dpmac_cli.runs.trainer import RANGES, make_trainer, ranges_in
 from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.training.distributed import Ranks, check_single_process
 
@@ -136,6 +136,11 @@ def _session(
         check_single_process()
     elif plan.settings.canaries:
         raise InputError("{canaries} needs a run with one process. Leave it out.")
+    elif plan.ranges:
+        raise InputError(
+            "A table with columns that are declared by their type alone needs a run with one "
+            "process. Declare their ranges."
+        )
     saved, ledger = before.saved, _ledger(plan, before)
     keys = make_keys(plan.settings.seed, base=ledger.base, part=len(ledger.before))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
@@ -146,7 +151,9 @@ def _session(
         _check_same(task.compared, saved.record.facts)
     trainer = make_trainer(plan, task, keys, ledger, ranks=ranks)
     if saved is not None:
-        trainer.state.restore(saved.tensors, dict(saved.record.state))
+        state = {name: t for name, t in saved.tensors.items() if not name.startswith(RANGES)}
+        trainer.state.restore(state, dict(saved.record.state))
+        trainer.restore_ranges(saved.tensors)
         trainer.histogram = _histogram_of(before)
     ledger.run = where = folder.make_place(plan)
     if ranks is not None:
@@ -181,6 +188,7 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         base=before.base,
         begun=before.base,
         score=plan.score,
+        ranges=() if _has_ranges(before) else plan.ranges,
         histogram=None if _histogram_of(before) is not None else plan.histogram,
         earlier=before.earlier,
         target=before.target,
@@ -194,6 +202,11 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         ledger.event = ledger.steps(0)
     ledger.leave_out_histogram()
     return ledger
+
+
+def _has_ranges(before: Inherited) -> bool:
+    """Return whether a run has the ranges of columns, which it does not pay for again."""
+    return before.saved is not None and bool(ranges_in(before.saved.tensors))
 
 
 def _histogram_of(before: Inherited) -> NoisyHistogram | None:
@@ -236,7 +249,7 @@ def _lost(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
     if account.end < event.steps:
         return (f"{said}: training ends after step {account.end:,}, to stay within the budget.",)
-    whole = (*was.before, event.first(event.steps - was.base), *plan.planned[1:])
+    whole = (*was.before, event.first(event.steps - was.base), *plan.counts)
     old, new = total_epsilon(whole, delta), total_epsilon(account.planned, delta)
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 

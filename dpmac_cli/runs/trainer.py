@@ -1,12 +1,12 @@
 """Trainer of a run: the steps on its training records, and the scores of its test records."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
@@ -17,13 +17,15 @@ from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError
+from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
-from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.runs.prepare import PreparedRun, Uncounted
 from dpmac_cli.tasks.operating_point import needs_histogram
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.calibration import training_histogram
 from dpmac_cli.training.canaries import Canaries
@@ -41,12 +43,16 @@ class Trainer(Step):
     Attributes:
         sums: clipped sum over training records.
         covered: event and noise of the covered score; None for exact scores.
+        uncounted: records that are counted before the first step, and the noise of the counts; None
+            if nothing is counted, or it was.
         counted: event and noise of the histogram of the training records; None without.
         histogram: that histogram, once it was released.
     """
 
     sums: DataSum
     covered: tuple[TrainingEvent, Noise] | None = None
+    uncounted: tuple[Uncounted, Noise] | None = None
+    _inputs: TableInputs | None = None
     counted: tuple[TrainingEvent, Noise] | None = None
     histogram: NoisyHistogram | None = None
 
@@ -64,6 +70,53 @@ class Trainer(Step):
         if asked is None or (found is None and needs_histogram(asked)):
             return task
         return task.at(asked)
+
+    def step(self) -> None:
+        """Take a step, the first one after what is counted before it."""
+        self.count()
+        super().step()
+
+    def will_count(self, records: Uncounted | None, keys: Keys) -> None:
+        """Count records before the first step, with the noise of these keys; None for nothing."""
+        if records is not None:
+            self.uncounted = records, Noise(keys.ranges, secure=True)
+            self._inputs = records.inputs
+
+    def count(self) -> bool:
+        """Find ranges by noisy counts of the training records, if there are any to find.
+
+        Return whether they were: once, before the first step. Until then there are no records to
+        train on.
+        """
+        if self.uncounted is None:
+            return False
+        records, noise = self.uncounted
+        self.sums.data = records.counted(noise.at(0), self.account.begin)
+        self.uncounted = None
+        return True
+
+    @property
+    def ranges(self) -> dict[str, Tensor]:
+        """Return the ranges and ranks that were counted, by name; {} if there are none."""
+        if self.uncounted is not None or self._inputs is None:
+            return {}
+        found = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
+        task = self.data.task
+        if self.plan.facts.task.open and isinstance(task, Regression):
+            found[f"{RANGES}{TARGET}"] = torch.tensor([task.low, task.high], dtype=torch.float64)
+        return found
+
+    def restore_ranges(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take ranges that were counted and paid for before, from the tensors of a checkpoint."""
+        if self.uncounted is not None and (kept := ranges_in(tensors)):
+            records, _ = self.uncounted
+            target, task = kept.pop(TARGET, None), records.data.task
+            if target is not None and isinstance(task, Regression):
+                low, high = target.tolist()
+                task = replace(task, low=low, high=high)
+            records.inputs.load_state_dict(kept)
+            self.sums.data = records.prepared(task)
+            self.uncounted = None
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
@@ -115,6 +168,15 @@ class Trainer(Step):
         self.account.begin(event)  # before any test record is read
         result = self.evaluate(covered=True)
         return release_score(result, event, noise.at(step))
+
+
+#: Beginning of the names of ranges in a checkpoint, and the name of that of the target.
+RANGES, TARGET = "ranges.", "target"
+
+
+def ranges_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ranges among the tensors of a checkpoint, by their names in the network."""
+    return {n.removeprefix(RANGES): t for n, t in tensors.items() if n.startswith(RANGES)}
 
 
 def make_trainer(
@@ -175,6 +237,7 @@ def make_trainer(
         trainer.covered = plan.score, Noise(keys.scores, secure=True)
     if account.histogram is not None and ranks.leads:
         trainer.counted = account.histogram, Noise(keys.counts, secure=True)
+    trainer.will_count(task.uncounted, keys)
     return trainer
 
 

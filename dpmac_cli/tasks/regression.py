@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
 from dpmac_cli.tasks.residuals import EDGES, LEVEL, Residuals, cells
-from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Interval, Task, register_task
+from dpmac_cli.tasks.task import (
+    FARTHEST,
+    FROM_0,
+    Compared,
+    EvaluationMetric,
+    Interval,
+    Task,
+    register_task,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,6 +140,11 @@ class Regression(Task):
         }
 
     @property
+    def open(self) -> bool:
+        """Return whether the range is still to be found: it is that of all numbers."""
+        return (self.low, self.high) == (-FARTHEST, FARTHEST)
+
+    @property
     def calibrates(self) -> bool:
         """Return whether it is not a task of a program."""
         return type(self) is Regression
@@ -205,7 +218,12 @@ class Regression(Task):
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
-        """Return targets as a network learns them, float32, shape (records, 1)."""
+        """Return targets as a network learns them, float32, shape (records, 1).
+
+        As they are, in float64, if the range is still to be found.
+        """
+        if self.open:
+            return targets.reshape(-1, 1).astype(np.float64)
         clipped = np.clip(targets.reshape(-1, 1).astype(np.float64), self.low, self.high)
         low, high = self.ends
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped

@@ -23,6 +23,8 @@ Interval = tuple[float, float]
 #: Least and largest value of a share, and of an error or a loss.
 SHARE: Interval = (0.0, 1.0)
 FROM_0: Interval = (0.0, math.inf)
+#: Largest absolute value of numbers; others are clipped to it.
+FARTHEST = 1e30
 
 
 def percent_or_dash(value: float | None) -> str:
@@ -175,6 +177,11 @@ class Task(ABC):
     def outputs(self) -> int:
         """Number of outputs per record."""
         return len(self.names)
+
+    @property
+    def open(self) -> bool:
+        """Return whether the range of the targets is still to be found by noisy counts."""
+        return False
 
     @property
     def calibrates(self) -> bool:

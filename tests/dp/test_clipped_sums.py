@@ -31,6 +31,7 @@ from dpmac_cli.dp.clipping.layer_calls import chain_of
 from dpmac_cli.dp.clipping.layer_gradients import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample import PerSample
@@ -165,6 +166,26 @@ def test_layers_that_cannot_be_clipped_are_refused(name: str) -> None:
 def test_layers_whose_gradients_follow_from_their_calls(name: str, recorded: set[str]) -> None:
     case = SMALL[name]
     assert PerSample(case.build(), numbers(*case.shape), loss=energy)._recorded == recorded
+
+
+@pytest.mark.promise("one")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("dtype", [*TOLERANCE])
+def test_rows_that_a_sample_reads_in_several_views_are_one_gradient(
+    kind: str, views: int, dtype: torch.dtype
+) -> None:
+    case = SMALL["embeddings: LinearWithPlaces"]
+    x = case.batch()[: RECORDS * views]
+    x = x.view(RECORDS, views, *case.shape) if views > 1 else x
+    subject = Subject(built(case).to(dtype), x[0] if views > 1 else x, views=views, loss=energy)
+    forms = {type(form) for _, form in subject.gradients(x, labels_of(x, views), ball=True)}
+    assert LookedUp in forms
+    assert_matches_oracle(subject, x, labels_of(x, views), kind)
+
+
+def labels_of(x: Tensor, views: int) -> Tensor:
+    return torch.zeros(x.shape[: min(views, 2)]).long()
 
 
 @pytest.mark.promise("one")

@@ -39,6 +39,52 @@ class StandardisedConv2d(nn.Conv2d):
         return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
+class Lookups(nn.Embedding):
+    """Vectors of the values of several columns, which share none. They begin at zero.
+
+    Args:
+        columns: number of columns.
+        places: number of values of each.
+        width: numbers of a vector.
+    """
+
+    def __init__(self, columns: int, places: int, width: int) -> None:
+        super().__init__(columns * places, width)
+        self.columns, self.places = columns, places
+
+    def rows(self, places: Tensor) -> Tensor:
+        """Return the rows of places, which are numbers, in their shape (samples, columns)."""
+        first = torch.arange(self.columns, device=places.device) * self.places
+        return places.nan_to_num(0.0).clamp(0, self.places - 1).long() + first
+
+    def reset_parameters(self) -> None:
+        """Begin at zero."""
+        nn.init.zeros_(self.weight)
+
+
+class LinearWithPlaces(nn.Module):
+    """A linear layer whose last inputs are numbers of places, instead of zeros and a one for each.
+
+    Args:
+        inputs: number of inputs, with places.
+        columns: number of places, which are the last inputs.
+        places: number of values of each.
+        outputs: number of outputs.
+    """
+
+    def __init__(self, inputs: int, columns: int, places: int, outputs: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.numbers = nn.Linear(inputs - columns, outputs)
+        self.lookups = Lookups(columns, places, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs of x, shape (samples, inputs)."""
+        vectors: Tensor = self.lookups(self.lookups.rows(x[:, -self.columns :]))
+        outputs: Tensor = self.numbers(x[:, : -self.columns]) + vectors.sum(1)
+        return outputs
+
+
 class ConstantNorm(nn.Module):
     """Batch norm with constants: scale (x - mean) / sqrt(var + eps) + shift per channel.
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.custom_layers import Lookups
 from dpmac_cli.dp.clipping.ghost_clipping import (
     DEVICE_PIECE,
     PositionProducts,
@@ -17,6 +18,7 @@ from dpmac_cli.dp.clipping.ghost_clipping import (
 )
 from dpmac_cli.dp.clipping.layer_rules import ByParameter, Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import (
     ROW,
     LayerMetric,
@@ -27,7 +29,7 @@ from dpmac_cli.dp.clipping.norms import (
     roundoff,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.tied_products import tied_products
+from dpmac_cli.dp.clipping.tied_products import TiedProducts, tied_products
 
 #: Numbers to instantiate at a time on a CPU, to fit in its cache.
 PIECE = 1 << 20
@@ -142,7 +144,7 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
         by_position = PositionProducts(layer, tuple(uses), found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return by_position
-    elif ball and (products := tied_products(uses)) is not None:
+    elif (products := _of_embeddings(layer, uses, ball=ball)) is not None:
         return products
     elif samples * size > HELD:
         step = _at_a_time(grad_output, size)
@@ -151,6 +153,16 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     step = max(2, _piece(grad_output) // 4 // max(size, grad_output.numel() // samples))
     columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
+
+
+def _of_embeddings(
+    layer: Layer, uses: Sequence[Use], *, ball: bool
+) -> LookedUp | TiedProducts | None:
+    """Return a form that does not write out rows which a sample does not read; None if none is."""
+    module = layer.module
+    if type(module) is Lookups and len(uses) == 1:
+        return LookedUp.of(uses[0].inputs, uses[0].grad_output, module.columns)
+    return tied_products(uses) if ball else None
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.custom_layers import (
+    ConstantNorm,
+    Lookups,
+    Standardisation,
+    StandardisedConv2d,
+)
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.unfold import (
@@ -197,7 +202,7 @@ def _layer_norm(norm: Any, use: Use) -> Gradients:
     return {"weight": (use.grad_output * normal).sum(1), "bias": use.grad_output.sum(1)}
 
 
-@rule(nn.Embedding)
+@rule(nn.Embedding, Lookups)
 def _embedding(table: Any, use: Use) -> Gradients:
     """Return rows of grad_output, summed over repeated tokens of a sample."""
     samples, (tokens, width) = use.samples, table.weight.shape

@@ -1,0 +1,141 @@
+"""Kinds of the columns of a table, drafted from its records.
+
+A kind that was read from the records is a fact of them, which epsilon does not cover: one cell may
+decide it. Who trains on them checks the draft, and so declares it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute, parquet
+
+from dpmac_cli.config.facts import refuse
+from dpmac_cli.data.column_schema import FALSE, TRUE, UTF8, Column
+from dpmac_cli.data.csv_file import CsvFile
+from dpmac_cli.data.table_cells import decoded_cells, is_one_of, kind_of, text_cells, values_in
+from dpmac_cli.data.table_schema import quoted
+from dpmac_cli.data.values import MISSING
+from dpmac_cli.errors import InputError
+
+#: Share of the cells with a value that are of a kind from which a column is drafted as one of it.
+NEARLY_ALL = 0.95
+#: Largest number of different values of a column to predict that are drafted as classes.
+CLASSES = 20
+#: What is declared of numbers to predict.
+NUMBER = {"type": "number"}
+#: First lines of a draft from records.
+WARNING = """\
+# Kinds of the columns of {file}, read from its records: facts of these records, which epsilon does
+# not cover. Check each line, and correct what the column does not mean. A number that names
+# something, such as a postcode, is a category. A column that should not be used goes under drop.
+"""
+
+
+def kinds_of(table: pa.Table) -> dict[str, str]:
+    """Return the kind of each column of a table, as a schema names it."""
+    return {name: _kind(name, table[name].combine_chunks()) for name in table.column_names}
+
+
+def _kind(name: str, cells: pa.Array) -> str:
+    """Return the kind that nearly all cells of a column have."""
+    cells = cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    if (declared := kind_of(cells.type)) not in ("category", "number"):
+        return declared
+    text = compute.utf8_lower(text_cells(cells))
+    missing = np.asarray(cells.is_null()) | is_one_of(text_cells(cells), MISSING)
+    with_value = ~missing
+    words = set(decoded_cells(text.filter(pa.array(with_value)).unique()))
+    if words <= {*FALSE, *TRUE} and len(words) == len({word in TRUE for word in words}) == 2:
+        return "boolean"
+    for kind in ("number", "date"):
+        values, _ = values_in(cells, Column.model_validate({"name": name, "type": kind}))
+        if with_value.any() and (~np.isnan(values[with_value])).mean() >= NEARLY_ALL:
+            return kind
+    return "category"
+
+
+def cells_of(path: Path, encoding: str = UTF8) -> pa.Table:
+    """Return all cells of a table in a file, as text for a CSV. Raises InputError."""
+    if path.suffix == ".parquet":
+        return parquet.read_table(path)
+    file = CsvFile(path, encoding)
+    table, _ = file.cells(tuple(file.header()), skip_bad=True)
+    return table
+
+
+def classes_of(cells: pa.Array) -> list[str]:
+    """Return the different values of a column, sorted; [] for more than :data:`CLASSES`."""
+    text = text_cells(cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells)
+    known = text.filter(pa.array(~is_one_of(text, MISSING))).drop_null().unique()
+    return sorted(cell or "" for cell in decoded_cells(known)) if len(known) <= CLASSES else []
+
+
+def schema_of_kinds(
+    table: pa.Table,
+    label: str | None,
+    kinds: Mapping[str, str] | None = None,
+    classes: Sequence[str] | None = None,
+    drop: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the contents of a schema that declares kinds alone.
+
+    Args:
+        table: all cells.
+        label: column to predict; None for none.
+        kinds: kinds of columns by their names; others are read from the records.
+        classes: classes of the label; None to read them from the records.
+        drop: columns to leave out.
+
+    Raises:
+        InputError: there is no such column, or nothing is left to learn from.
+    """
+    declared, dropped = dict(kinds or {}), [*drop]
+    names = [*([] if label is None else [label]), *declared, *dropped]
+    refuse(
+        [f"There is no column {name}" for name in names if name not in table.column_names],
+        f" The table has the columns {', '.join(table.column_names)}.",
+    )
+    used = [name for name in table.column_names if name not in (label, *dropped)]
+    if not used:
+        raise InputError("There is no column to learn from besides the label.")
+    read = kinds_of(table.select([name for name in used if name not in declared]))
+    schema: dict[str, Any] = {
+        "columns": {name: {"type": declared.get(name) or read[name]} for name in used},
+        "drop": dropped,
+    }
+    if label is not None:
+        values = list(classes or classes_of(table[label].combine_chunks()))
+        schema["label"] = {"column": label, **({"classes": values} if values else NUMBER)}
+    return schema
+
+
+def draft_of_kinds(
+    file: Path, schema: Mapping[str, Any], escaped: bool = False, encoding: str = UTF8
+) -> str:
+    """Return the contents of a schema as YAML, with a warning.
+
+    Args:
+        file: the table.
+        schema: see :func:`schema_of_kinds`.
+        escaped: whether to write letters beyond ASCII as escapes.
+        encoding: encoding of a CSV.
+    """
+    encoded = "" if encoding == UTF8 else f"encoding: {encoding}\n"
+    return "".join([WARNING.format(file=file.name), encoded, *_lines(schema, escaped)])
+
+
+def _lines(schema: Mapping[str, Any], escaped: bool) -> Iterator[str]:
+    label = schema.get("label")
+    if label is not None:
+        yield f"label:\n  column: {quoted(label['column'], escaped)}\n"
+        if "classes" in label:
+            yield f"  classes: [{', '.join(quoted(name, escaped) for name in label['classes'])}]\n"
+        else:
+            yield "  type: number\n"
+    yield "columns:\n"
+    for name, of in schema["columns"].items():
+        yield f"  {quoted(name, escaped)}: {{type: {of['type']}}}\n"
+    yield f"drop: [{', '.join(quoted(name, escaped) for name in schema['drop'])}]\n"

@@ -1,0 +1,136 @@
+"""Inputs of a network for the columns of a table, made from each row alone.
+
+A number becomes itself, scaled to its range, and nine hats: functions of it that are 1 at one point
+of the range and 0 from the next point on, so that a linear layer fits any curve. Where no range is
+declared, range and ranks come from noisy counts (:mod:`dpmac_cli.features.counts`), and the rank
+becomes an input with its hats, too. Declared categories are centred, two of them are one input, and
+those without a list stay the number of a place, which the first layer looks up.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.config.records import HATS, TWO_AND_OTHERS, InputKind, Table
+from dpmac_cli.features.counts import Distribution
+
+#: Size of inputs for one of two values, so that their norm is about that of a number.
+HALF = 0.71
+#: Factor of hats.
+HEIGHT = 0.5
+#: Largest number of edges of a distribution. Others have copies of their last one.
+EDGES = 512
+
+
+class TableInputs(nn.Module):
+    """Inputs of a network for rows of a table. Nothing is trained.
+
+    Buffers are the range and the ranks of each number without a declared range, which
+    :meth:`adopt` fills. They are published with the network.
+
+    Args:
+        records: what the rows are.
+    """
+
+    def __init__(self, records: Table) -> None:
+        super().__init__()
+        self._parts = list(records.parts)
+        self._numbers = self._firsts("number")
+        self._open = self._firsts("open")
+        columns = len(self._open)
+        for name, values in (
+            ("low", torch.full((columns,), -1.0)),
+            ("high", torch.ones(columns)),
+            ("edges", torch.linspace(-1, 1, EDGES).repeat(columns, 1)),
+            ("shares", torch.linspace(0, 1, EDGES).repeat(columns, 1)),
+        ):
+            if columns:
+                self.register_buffer(name, values)
+
+    @property
+    def counted(self) -> int:
+        """Return the number of columns whose ranges come from noisy counts."""
+        return len(self._open)
+
+    def values(self, x: Tensor) -> Tensor:
+        """Return the numbers without a declared range, shape (rows, columns); NaN if missing.
+
+        ``x`` are rows, shape (rows, inputs).
+        """
+        missing = x[:, [first + 1 for first in self._open]] > 0
+        numbers = x[:, self._open].double()
+        return numbers.masked_fill(missing, torch.nan)
+
+    def adopt(self, distributions: Sequence[Distribution]) -> None:
+        """Take the ranges and ranks of the columns that :meth:`values` returns."""
+        for column, found in enumerate(distributions):
+            for name, values in (("edges", found.edges), ("shares", found.shares)):
+                padded = np.pad(np.array(values[:EDGES]), (0, max(0, EDGES - len(values))), "edge")
+                self.get_buffer(name)[column] = torch.from_numpy(padded)
+            self.get_buffer("low")[column] = found.low
+            self.get_buffer("high")[column] = found.high
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return inputs, shape (rows, inputs of the network): numbers first, then places."""
+        inputs = [*self._of_numbers(x), *self._of_open(x)]
+        for kind, part in self._parts:
+            if kind == "flag":
+                inputs.append(x[:, part])
+            elif kind == "boolean":
+                inputs.append(HALF * x[:, part])
+            elif kind == "one-hot":
+                inputs.append(_centred(x[:, part]))
+        places = [x[:, part] for kind, part in self._parts if kind == "hashed"]
+        return torch.cat([*inputs, *places], 1)
+
+    def _firsts(self, wanted: InputKind) -> list[int]:
+        """Return the inputs of a kind that has one for each column."""
+        return [part.start for kind, part in self._parts if kind == wanted]
+
+    def _of_numbers(self, x: Tensor) -> list[Tensor]:
+        """Return numbers in a declared range, and their hats."""
+        scaled = x[:, self._numbers]
+        return [scaled, _hats((scaled + 1) / 2)]
+
+    def _of_open(self, x: Tensor) -> list[Tensor]:
+        """Return numbers without a declared range and their ranks, with hats; 0 if missing."""
+        if not self.counted:
+            return []
+        numbers = x[:, self._open]
+        low, high = self.get_buffer("low"), self.get_buffer("high")
+        inside = ((numbers - low) / (high - low)).clamp(0, 1)
+        ranks = self._ranks(numbers)
+        known = (x[:, [first + 1 for first in self._open]] <= 0).to(x.dtype)
+        every = known.repeat_interleave(HATS, 1)
+        both = [(2 * of - 1) * known for of in (inside, ranks)]
+        return [*both, *(_hats(of) * every for of in (inside, ranks))]
+
+    def _ranks(self, numbers: Tensor) -> Tensor:
+        """Return the share of numbers of its column below each, shape (rows, columns)."""
+        edges, shares = self.get_buffer("edges"), self.get_buffer("shares")
+        columns = numbers.T.contiguous()
+        above = torch.searchsorted(edges, columns, right=True).clamp(1, EDGES - 1)
+        left, right = edges.gather(1, above - 1), edges.gather(1, above)
+        least, most = shares.gather(1, above - 1), shares.gather(1, above)
+        part = ((columns - left) / (right - left).clamp(min=torch.finfo(edges.dtype).tiny)).clamp(
+            0, 1
+        )
+        return (least + part * (most - least)).T
+
+
+def _hats(inside: Tensor) -> Tensor:
+    """Return hats of numbers from 0 to 1, shape (rows, columns * HATS), centred."""
+    points = torch.arange(HATS, device=inside.device, dtype=inside.dtype)
+    distance = (inside.unsqueeze(2) * (HATS - 1) - points).abs()
+    hats = (1 - distance).clamp(min=0) - 1 / HATS
+    return (HEIGHT * hats).flatten(1)
+
+
+def _centred(one_hot: Tensor) -> Tensor:
+    """Return values of a category, the last of which is any other one, centred; 0 if unknown."""
+    known, others = one_hot[:, :-1], one_hot[:, -1:]
+    if one_hot.shape[1] == TWO_AND_OTHERS:
+        return torch.cat([HALF * (known[:, 1:] - known[:, :1]), others], 1)
+    return torch.cat([known - known.mean(1, keepdim=True), others], 1)

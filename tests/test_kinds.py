@@ -1,0 +1,446 @@
+"""Tables of which only the kind of each column is declared."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+
+import dpmac_cli
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.records import PLACES, Table
+from dpmac_cli.data.column_schema import Column
+from dpmac_cli.data.table_cells import hashed_in
+from dpmac_cli.features.counts import Distribution, distributions
+from dpmac_cli.features.tables import TableInputs
+from dpmac_cli.release import run
+from dpmac_cli.runs import checkpoint, prepare, trainer
+from dpmac_cli.runs.ledger import read_ledger
+from dpmac_cli.runs.resolve import resolve
+from tests.typed import dpmac
+
+pytestmark = pytest.mark.promise("ranges")
+
+KINDS = """\
+label: {column: y, classes: [bad, good]}
+columns:
+  age: {type: number}
+  income: {type: number}
+  job: {type: category}
+  smoker: {type: boolean}
+  since: {type: date}
+"""
+
+
+def people(records: int = 1500, seed: int = 0) -> pd.DataFrame:
+    draws = np.random.default_rng(seed)
+    age = draws.integers(18, 90, records)
+    income = np.exp(draws.normal(10, 1, records)).round(2)
+    job = draws.choice(["a", "b", "c", "d"], records)
+    smoker = draws.choice(["yes", "no"], records)
+    since = pd.Timestamp("2020-01-01") + pd.to_timedelta(draws.integers(0, 1000, records), "D")
+    score = age / 30 + np.log(income) - 10 + 1.5 * (job == "a") + (smoker == "yes")
+    good = score + draws.normal(0, 0.5, records) > 2.9
+    return pd.DataFrame(
+        {
+            "age": age,
+            "income": income,
+            "job": job,
+            "smoker": smoker,
+            "since": since.strftime("%Y-%m-%d"),
+            "y": np.where(good, "good", "bad"),
+        }
+    )
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table and its schema of kinds, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    people().to_csv("people.csv", index=False)
+    Path("kinds.yaml").write_text(KINDS)
+    return tmp_path
+
+
+TRAIN = ("train", "--dataset", "people.csv", "--schema", "kinds.yaml", "--epsilon", "3")
+
+
+def plan(**settings: Any) -> Any:
+    return resolve(dataset="people.csv", schema="kinds.yaml", **{"epsilon": 3.0, **settings})
+
+
+def report_of(folder: str = "run") -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+    return read
+
+
+@pytest.mark.promise("target")
+def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) -> None:
+    made = dpmac(*TRAIN, "--out", "run")
+    assert made.exit_code == 0, made.output
+    report = report_of()
+    events = events_of(report)
+    counts = Counter(event.histogram for event in events)
+    assert counts == {False: 1, True: 4}  # steps; three rounds of counts, and a calibration
+    delta = report["privacy"]["delta"]
+    assert report["privacy"]["epsilon"] == total_epsilon(events, delta) <= 3
+    # By hand: a tenth of mu^2 in the ratio 2 : 3 : 5, and a fiftieth for the calibration.
+    signals = [event.noise_multiplier**-2 for event in events if event.histogram]
+    expected = np.array([0.02, 0.02, 0.03, 0.05])
+    assert np.sort(signals) / sum(signals) == pytest.approx(expected / expected.sum(), rel=1e-4)
+    assert report["test"]["accuracy"] > 0.7
+    card = (table / "run" / "model-card.md").read_text()
+    for name, (low, high) in report["ranges"]["found"].items():
+        assert f"`{name}`, a " in card
+        assert f"{low:.4g} to {high:.4g}" in card
+    assert {"age", "income", "since"} == report["ranges"]["found"].keys()
+
+
+def test_the_screen_names_the_counts_and_predictions_take_new_words_and_gaps(table: Path) -> None:
+    made = dpmac(*TRAIN, "--out", "run", "--epochs", "3")
+    assert "ranges found before the first step by histograms" in made.output
+    rows = people(4, seed=1).drop(columns="y").astype(object)
+    rows.loc[0, "job"] = "never seen"
+    rows.loc[1, "age"] = "?"
+    rows.loc[2, ["smoker", "since"]] = None
+    rows.loc[3, "income"] = 1e300
+    rows.to_csv("new.csv", index=False)
+    made = dpmac("predict", "run", "new.csv", "--out", "answers.csv")
+    assert made.exit_code == 0, made.output
+    answers = pd.read_csv("answers.csv")
+    assert len(answers) == 4
+    assert answers[["p_bad", "p_good"]].notna().to_numpy().all()
+    assert dpmac("eval", "run").exit_code == 0
+
+
+@pytest.mark.promise("reading")
+def test_a_cell_that_is_no_number_is_missing_and_stops_nothing(table: Path) -> None:
+    frame = people().astype(object)
+    frame.loc[3, "age"] = "unknown"
+    frame.loc[[4, 5], "smoker"] = "perhaps"
+    frame.to_csv("people.csv", index=False)
+    resolved = plan()
+    assert "1 cell of age is no number, and counts as missing" in " ".join(resolved.private_notes)
+    assert "2 cells of smoker are no truth value" in " ".join(resolved.private_notes)
+    assert "missing" not in " ".join([*resolved.notes, *resolved.chosen])
+
+
+@pytest.mark.promise("reading")
+def test_a_number_to_predict_needs_no_range(table: Path) -> None:
+    frame = people()
+    frame["y"] = 1000 * (frame.age / 30 + np.log(frame.income)) + 50
+    frame.to_csv("people.csv", index=False)
+    Path("kinds.yaml").write_text(KINDS.replace("classes: [bad, good]", "type: number"))
+    made = dpmac(*TRAIN, "--out", "run")
+    assert made.exit_code == 0, made.output
+    report = report_of()
+    low, high = report["target"]["low"], report["target"]["high"]
+    middle = frame.y.quantile([0.05, 0.95])
+    assert low < middle.iloc[0]
+    assert high > middle.iloc[1]
+    assert high - low < 10 * (frame.y.max() - frame.y.min())
+    assert report["test"]["r2"] > 0.3
+    assert report["privacy"]["epsilon"] <= 3
+    assert sum(event["histogram"] for event in report["privacy"]["events"]) == 8
+    scored = dpmac("eval", "run")
+    assert scored.exit_code == 0, scored.output
+    predictions = dpmac_cli.predict("run", frame.drop(columns="y").head(20))
+    assert np.all(np.array(predictions.predicted) >= low - 1)
+
+
+def events_of(report: dict[str, Any]) -> tuple[TrainingEvent, ...]:
+    return tuple(TrainingEvent(**event) for event in report["privacy"]["events"])
+
+
+def killed() -> Callable[..., Any]:
+    def die(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    return die
+
+
+@pytest.mark.promise("ledger")
+@pytest.mark.promise("resume")
+def test_ranges_are_paid_for_once_when_stored_and_again_when_not(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = plan(epochs=4, out="run")
+    whole = wanted.plan
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare.Uncounted, "prepared", killed())
+        with pytest.raises(KeyboardInterrupt):
+            run.finish(run.train(wanted))
+    account = read_ledger(Path("run"))
+    assert account is not None
+    assert [event for event in account.events if event.histogram] == [*whole.ranges]
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Trainer, "calibrate", killed())
+        with pytest.raises(KeyboardInterrupt):
+            run.finish(run.resume("run"))
+    account = read_ledger(Path("run"))
+    assert account is not None
+    again = [event for event in account.events if event.histogram]
+    assert Counter(again) == Counter([*whole.ranges] * 2)  # the first ones were lost
+    stored = counted_in("run")
+    report = run.finish(run.resume("run")).report
+    events = events_of(report)
+    found = Counter(event for event in events if event.histogram)
+    assert found[whole.ranges[1]] == 2
+    assert report["privacy"]["epsilon"] <= 3
+    assert report["ranges"]["found"]["age"] == stored
+
+
+def counted_in(folder: str) -> list[float]:
+    tensors = checkpoint_of(folder)
+    return [tensors["ranges.low"][0].item(), tensors["ranges.high"][0].item()]
+
+
+def checkpoint_of(folder: str) -> Any:
+    return checkpoint.read(Path(folder)).tensors
+
+
+@pytest.mark.promise("resume")
+def test_more_epochs_keep_the_ranges_and_draw_the_calibration_anew(table: Path) -> None:
+    first = run.finish(run.train(plan(epochs=4, out="run"))).report
+    more = run.finish(run.resume("run", epochs=6, out="more")).report
+    assert more["ranges"]["found"] == first["ranges"]["found"]
+    events = events_of(more)
+    assert sum(event.histogram for event in events) == 5  # three rounds, two calibrations
+    assert more["privacy"]["epsilon"] == total_epsilon(events, more["privacy"]["delta"])
+
+
+@pytest.mark.promise("target")
+def test_shown_epsilons_count_the_ranges_from_the_first_step_on(table: Path) -> None:
+    report = run.finish(run.train(plan(epochs=4, out="run"))).report
+    text = (table / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    counts = events_of(report)
+    counted = sorted((e for e in counts if e.histogram), key=lambda e: e.noise_multiplier)
+    ranges = tuple(counted[:2])
+    delta = report["privacy"]["delta"]
+    assert lines[0]["epsilon"] > total_epsilon(ranges, delta)
+
+
+def test_nothing_is_read_before_its_event_has_begun(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RefusedError(Exception):
+        pass
+
+    read = list[int]()
+    counted = distributions
+
+    def watched(values: Any, events: Any, noise: Any, begin: Any, *rest: Any) -> Any:
+        def refuse(event: TrainingEvent) -> None:
+            raise RefusedError
+
+        read.append(len(values))
+        return counted(values, events, noise, refuse, *rest)
+
+    monkeypatch.setattr(prepare, "distributions", watched)
+    with pytest.raises(RefusedError):
+        run.finish(run.train(plan(out="run")))
+    assert read
+
+
+def test_few_records_are_refused_with_the_columns_and_the_least_epsilon(table: Path) -> None:
+    people(300).to_csv("people.csv", index=False)
+    made = dpmac(*TRAIN[:-1], "0.5", "--out", "run")
+    assert made.exit_code == 2
+    assert "The ranges of age, income and since cannot be found from" in made.output
+    [least] = [word for word in made.output.split() if word.rstrip(".").replace(".", "").isdigit()][
+        -1:
+    ]
+    made = dpmac(*TRAIN[:-1], least.rstrip("."), "--out", "run", "--epochs", "2")
+    assert made.exit_code == 0, made.output
+    assert "are found by noisy counts of few records" in made.output
+
+
+def test_many_records_are_silent(table: Path) -> None:
+    assert not any("noisy counts" in note for note in plan().notes)
+
+
+@pytest.mark.promise("features")
+def test_a_value_has_a_public_place_that_no_other_record_decides() -> None:
+    column = Column.model_validate({"name": "job", "type": "category"})
+    cells = ["nurse", "", None, "NA", " nurse ", "cook"]
+    places = hashed_in(pa.array(cells), column)
+    digest = hashlib.sha256(b"job\x1fnurse").digest()
+    assert places[0] == int.from_bytes(digest, "big") % PLACES == places[4]
+    assert places[1] == places[2] == places[3] != places[0]
+    alone = [hashed_in(pa.array([cell]), column)[0] for cell in cells if cell is not None]
+    assert alone == [place for cell, place in zip(cells, places, strict=True) if cell is not None]
+
+
+@pytest.mark.promise("noise")
+def test_every_place_gets_noise_in_every_step_seen_or_not(table: Path) -> None:
+    run.finish(run.train(plan(epochs=1, out="run")))
+    model = dpmac_cli.load_model("run/model.safetensors").model
+    [weight] = [p for name, p in model.named_parameters() if "lookups" in name]
+    assert weight.shape[0] == PLACES
+    assert (weight != 0).all()
+
+
+@pytest.mark.promise("features")
+def test_inputs_of_a_row_depend_on_that_row_alone() -> None:
+    records = Table(
+        shape=(7,),
+        low=(-1e30, -1, 0, 0, -1, -1, 0),
+        high=(1e30, 1, 1, 1, 1, 1, 255),
+        columns=(
+            ("open", 1),
+            ("flag", 1),
+            ("number", 1),
+            ("boolean", 1),
+            ("one-hot", 2),
+            ("hashed", 1),
+        ),
+    )
+    inputs = TableInputs(records)
+    inputs.adopt([Distribution(0.0, 8.0, (0.0, 2.0, 8.0), (0.0, 0.5, 1.0))])
+    draws = torch.Generator().manual_seed(0)
+    rows = torch.rand(50, 7, generator=draws) * 8
+    rows[:, 1] = (rows[:, 1] > 6).float()
+    whole = inputs(rows)
+    assert torch.equal(whole.flip(0), inputs(rows.flip(0)))
+    other = rows.clone()
+    other[7] = 1e30
+    changed = (inputs(other) != whole).any(1)
+    assert changed.nonzero().flatten().tolist() == [7]
+    assert torch.equal(whole[:, -1], rows[:, -1])
+
+
+def test_numbers_become_their_place_in_the_range_their_rank_and_hats() -> None:
+    columns: Any = (("open", 1), ("flag", 1))
+    inputs = TableInputs(Table(shape=(2,), low=(-1e30, -1), high=(1e30, 1), columns=columns))
+    inputs.adopt([Distribution(0.0, 8.0, (0.0, 2.0, 8.0), (0.0, 0.5, 1.0))])
+    [half, beyond, missing] = inputs(torch.tensor([[2.0, 0], [100.0, 0], [0.0, 1]]))
+    assert half[:2].tolist() == [-0.5, 0.0]
+    assert half[2:11].tolist() == pytest.approx([0.5 * ((j == 2) - 1 / 9) for j in range(9)])
+    assert half[11:20].tolist() == pytest.approx([0.5 * ((j == 4) - 1 / 9) for j in range(9)])
+    assert beyond[:2].tolist() == [1, 1]
+    assert missing[:20].tolist() == [0] * 20
+    assert missing[20] == 1
+
+
+def test_a_schema_is_drafted_from_the_records_with_a_warning(table: Path) -> None:
+    made = dpmac("schema", "people.csv", "--label", "y", "--kinds")
+    assert made.exit_code == 0, made.output
+    assert "facts of these records" in made.output.splitlines()[0]
+    drafted = yaml.safe_load(made.output)
+    assert drafted["columns"] == yaml.safe_load(KINDS)["columns"]
+    assert drafted["label"] == {"column": "y", "classes": ["bad", "good"]}
+    Path("kinds.yaml").write_text(made.output)
+    assert dpmac(*TRAIN, "--epochs", "2", "--out", "run").exit_code == 0
+
+
+@pytest.mark.promise("said")
+def test_kinds_that_follow_from_dtypes_are_named_as_facts_of_the_records(table: Path) -> None:
+    frame = people()
+    kinds = {"age": "number", "income": "number", "job": "category", "smoker": "boolean"}
+    data = dpmac_cli.from_dataframe(frame, label="y", kinds=kinds)
+    assert resolve(dataset=data, epsilon=3).plan.facts.inferred == ("kinds of columns", "classes")
+    data = dpmac_cli.from_dataframe(
+        frame, label="y", kinds={**kinds, "since": "date"}, classes=["bad", "good"]
+    )
+    assert resolve(dataset=data, epsilon=3).plan.facts.inferred == ()
+    declared = frame.drop(columns=["since"]).astype({"job": "category"})
+    declared["smoker"] = declared.smoker == "yes"
+    data = dpmac_cli.from_dataframe(
+        declared, label="y", kinds={"age": "number", "income": "number"}, classes=["bad", "good"]
+    )
+    resolved = resolve(dataset=data, epsilon=3)
+    assert resolved.plan.facts.inferred == ()
+    assert resolved.plan.facts.schema is not None
+    assert [c.type for c in resolved.plan.facts.schema.columns] == [
+        *("number", "number", "category", "boolean")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (("age: {type: number}", "age: {type: numbr}"), "line 3: columns.age.type"),
+        (("age: {type: number}", "age: {}"), "line 3: columns.age: needs either a range"),
+        (("job: {type: category}", "job: {type: category, range: [0, 1]}"), "range is not for"),
+        (("classes: [bad, good]", "type: category"), "needs either the names of its classes"),
+        (
+            ("age: {type: number}", "age: {type: number, missing: refuse}"),
+            "missing: refuse needs range",
+        ),
+    ],
+)
+def test_a_bad_schema_gets_one_message_with_its_line(
+    table: Path, edit: tuple[str, str], message: str
+) -> None:
+    Path("kinds.yaml").write_text(KINDS.replace(*edit))
+    made = dpmac(*TRAIN)
+    assert made.exit_code == 2
+    assert message in made.output
+
+
+def test_without_privacy_ranges_are_exact_and_named_so(table: Path) -> None:
+    report = run.finish(run.train(plan(epsilon=None, no_dp=True, epochs=3, out="run"))).report
+    low, high = report["ranges"]["found"]["age"]
+    assert low <= 18 + 2
+    assert 88 <= high <= 120
+    assert "exact facts of the training records" in report["ranges"]["statement"]
+
+
+def test_an_account_prices_the_counts_beforehand(table: Path) -> None:
+    planned = plan(epochs=4).plan
+    made = run.finish(run.train(plan(epochs=4, out="run"))).report
+    cost = total_epsilon(planned.planned, planned.settings.delta)
+    assert format_epsilon(cost) == format_epsilon(made["privacy"]["epsilon"])
+
+
+def test_noise_that_was_given_keeps_its_epsilon_and_the_counts_add_to_it(table: Path) -> None:
+    planned = plan(epsilon=None, sigma=4.0, epochs=4).plan
+    alone = total_epsilon((planned.event,), planned.settings.delta)
+    assert planned.event.noise_multiplier == 4
+    assert planned.histogram is None
+    assert total_epsilon(planned.planned, planned.settings.delta) > alone
+    assert math.isfinite(alone)
+
+
+def test_units_share_one_weight(table: Path) -> None:
+    frame = people()
+    frame["person"] = np.arange(len(frame)) // 3
+    frame.to_csv("people.csv", index=False)
+    Path("kinds.yaml").write_text(f"{KINDS}drop: [person]\n")
+    report = run.finish(run.train(plan(unit="person", epochs=3, out="run"))).report
+    assert report["privacy"]["unit"]["told_by"] == "person"
+    assert report["ranges"]["found"]["age"][1] > 60
+
+
+def test_ranges_are_those_of_training_records_and_their_units(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = people()
+    frame["person"] = np.arange(len(frame)) // 3
+    frame["side"] = np.where(frame.person % 5 == 0, "b", "a")
+    frame.loc[frame.side == "b", "age"] *= 1000
+    frame.to_csv("people.csv", index=False)
+    Path("kinds.yaml").write_text(f"{KINDS}drop: [person]\ntest: {{column: side, values: [b]}}\n")
+    owners = list[Any]()
+    counted = distributions
+
+    def watched(*given: Any) -> Any:
+        owners.append(given[4])
+        return counted(*given)
+
+    monkeypatch.setattr(prepare, "distributions", watched)
+    report = run.finish(run.train(plan(unit="person", epochs=2, out="run"))).report
+    assert report["ranges"]["found"]["age"][1] < 1000
+    assert np.bincount(owners[0]).tolist() == [3] * 400
