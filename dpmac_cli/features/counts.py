@@ -19,7 +19,7 @@ inside a cell, and a range may be too wide. Nothing of this weakens the guarante
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,7 +55,8 @@ TAIL, MOST_TAIL, TAIL_NOISE = 0.01, 0.25, 2.0
 MARGIN, TARGET_MARGIN = 0.25, 0.5
 #: Part of a number that a cell or a range is at least wide.
 NARROWEST, NARROWEST_RANGE = 1e-6, 1e-3
-#: Deviation of the noise that exact counts are treated as if they had.
+#: Deviation of the noise that exact counts are treated as if they had, and number of units that is
+#: as good as none.
 EXACT = 1e-3
 #: Least spread of a number to predict, as a part of half of its range.
 LEAST_SPREAD = 0.03
@@ -128,16 +129,18 @@ def distributions(
         owners: index of each record's unit of privacy, shape (records,); None if each record is
             one.
         units: number of units, which is public; by default that of records.
+
+    Raises:
+        ValueError: an event is not that of a histogram.
     """
-    if not values.shape[1]:
-        return ()
 
     def counted(event: TrainingEvent, partitions: Sequence[Floats]) -> NoisyHistogram:
         begin(event)  # before any number is read
         sizes = tuple(map(len, partitions))
         return NoisyHistogram.release(_cells(values, partitions), sizes, event, noise, owners)
 
-    return _adapted(counted, events, values.shape[1], units or len(values))
+    records, columns = values.shape
+    return _adapted(counted, events, columns, records if units is None else units)
 
 
 def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
@@ -153,7 +156,7 @@ def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
         return NoisyHistogram(tuple(sums), 0.0)
 
     silent = (histogram_event(0.0),) * len(ROUNDS)
-    return _adapted(counted, silent, values.shape[1], len(values)) if values.shape[1] else ()
+    return _adapted(counted, silent, values.shape[1], len(values))
 
 
 def target_range(distribution: Distribution) -> tuple[float, float]:
@@ -190,11 +193,17 @@ def target_moments(
 
     Returns:
         Mean, within the range, and standard deviation, at least 3% of half of its width.
+
+    Raises:
+        ValueError: the event is not that of a histogram.
     """
+    if not event.histogram:
+        raise ValueError("not an event of a histogram")
     begin(event)  # before any number is read
     sums = torch.from_numpy(_moment_sums(values, low, high, owners))
     # The grid divides the sums, so rounding to it adds nothing to the sensitivity.
-    mechanism = SecureMechanism(event.noise_multiplier * math.sqrt(2), max(units or len(values), 1))
+    counted = max(len(values) if units is None else units, 1)
+    mechanism = SecureMechanism(event.noise_multiplier * math.sqrt(2), counted)
     first, second = mechanism.release(sums, ball(1.0, sums), noise).value.tolist()
     mean = min(max(first, -1.0), 1.0)
     spread = min(max(math.sqrt(max(second - mean**2, 0.0)), LEAST_SPREAD), 1.0)
@@ -209,8 +218,8 @@ def _moment_sums(
     known = np.where(np.isnan(values), (low + high) / 2, values)
     scaled = ((known.clip(low, high) - low) / (high - low) * 2 - 1).clip(-1.0, 1.0)
     weights = weights_of(owners, len(values))
-    # Truncated toward zero, so that those of a unit add up to at most WHOLE.
-    parts = np.trunc(np.stack([scaled, scaled**2], 1) * weights[:, None]).astype(np.int64)
+    # No part is above its weight, so those of a unit add up to at most WHOLE.
+    parts = np.rint(np.stack([scaled, scaled**2], 1) * weights[:, None]).astype(np.int64)
     sums: Floats = parts.sum(0) / WHOLE
     return sums
 
@@ -221,9 +230,9 @@ def _cells(values: Floats, partitions: Sequence[Floats]) -> NDArray[np.int64]:
     A number at an edge is in the cell above. The last cell of a partition is that of missing
     numbers, so there are as many cells as edges.
     """
-    cells = np.empty(values.shape, np.int64)
+    cells = np.empty(values.shape, np.int64, order="F")  # counted column by column
     for k, edges in enumerate(partitions):
-        column = values[:, k]
+        column = np.ascontiguousarray(values[:, k])
         inside = (np.searchsorted(edges, column, side="right") - 1).clip(0, len(edges) - 2)
         cells[:, k] = np.where(np.isnan(column), len(edges) - 1, inside)
     return cells
@@ -261,7 +270,7 @@ class _Mass:
     @property
     def total(self) -> float:
         """Return the number of units with a number."""
-        return max(float(self.units.sum()), EXACT)
+        return float(self.units.sum())
 
     @property
     def zero(self) -> NDArray[np.bool_]:
@@ -281,11 +290,11 @@ def _adapted(
     Args:
         counted: releases the counts of all columns in a partition of each, with an event.
         events: event of each round.
-        columns: number of columns.
+        columns: number of columns. Without any, no event begins.
         units: number of units.
     """
     rounds: list[list[_Round]] = [[] for _ in range(columns)]
-    for event in events:
+    for event in events if columns else ():
         noise = max(event.noise_multiplier * math.sqrt(columns), EXACT)
         partitions = [_next_partition(before, noise, units) for before in rounds]
         histogram = counted(event, partitions)
@@ -332,7 +341,9 @@ def _fitted(rounds: Sequence[_Round], units: int) -> _Mass:
     counts.append(np.array([sure * units]))
     fitted, _ = nnls(np.concatenate(rows), np.concatenate(counts), maxiter=30 * (pieces + 1))
     fitted *= units / max(fitted.sum(), EXACT)
-    return _Mass(edges, fitted[:-1], noise)
+    fitted[fitted < EXACT] = 0
+    mass = _Mass(edges, fitted[:-1], noise)
+    return mass if mass.units.any() else replace(mass, units=np.where(mass.zero, EXACT, 0.0))
 
 
 def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
@@ -363,7 +374,7 @@ def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
     first -= bool(first > 0 and beside[first - 1])
     final += bool(final < size - 1 and beside[final + 1])
     inside = np.where((cells >= first) & (cells <= final), mass.units, 0.0)
-    return _Mass(mass.edges, inside * mass.total / max(float(inside.sum()), EXACT), mass.noise)
+    return replace(mass, units=inside * (mass.total / inside.sum()))
 
 
 def _refined(mass: _Mass, resolved: int) -> Floats:
@@ -398,11 +409,11 @@ def _distribution(rounds: Sequence[_Round], units: int) -> Distribution:
     """Return the distribution of a column from all of its rounds."""
     mass = _kept(_fitted(rounds, units), AT_END, rounds[0].noise)
     shares = np.concatenate([[0.0], np.cumsum(mass.units)])
-    shares /= shares[-1] or 1.0
+    shares /= shares[-1]
     low, high = _range(mass, shares, rounds[-1].noise)
-    # Only the edges at which the slope changes.
-    slopes = np.diff(shares) / np.diff(mass.edges)
-    bends = np.concatenate([[True], np.diff(slopes) != 0, [True]])
+    # Only the edges at which the slope changes; it is 0 beyond the ends.
+    slopes = np.concatenate([[0.0], np.diff(shares) / np.diff(mass.edges), [0.0]])
+    bends = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0)
     return Distribution(low, high, tuple(mass.edges[bends].tolist()), tuple(shares[bends].tolist()))
 
 
