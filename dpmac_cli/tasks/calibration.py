@@ -6,14 +6,16 @@ of the gap between the two largest outputs, and which of the two classes is righ
 classes are in no cell. Both obey the same model: given a bin, the second label of a cell has the
 log-odds ``a m + b``, with m the middle of the bin.
 
-The slope and the intercept are those of the least expected loss, given the noisy counts and a prior
-from measured runs, whose networks are too sure of themselves (docs/calibration.md). A network whose
-expected loss falls by less than it may be wrong by is left as it is.
+The noise of each count is known, so what is known of the true counts is a posterior: over slopes
+and intercepts, over the shapes that bins of outputs have, and over the number of records in each
+bin around such a shape. The slope and the intercept are those of the largest expected gain less
+one standard deviation, so what the noise hides moves nothing. The gain is counted from the network
+as it was trained, or for two classes, where that is likely to be worse than the shares of the
+classes, from these (docs/calibration.md).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +32,27 @@ MIDDLES = (0.5, 1.5, 3.0, 6.0, 12.0)
 #: Those of log-odds of two classes, which have a sign.
 SIGNED_EDGES = (*(-edge for edge in reversed(EDGES)), 0.0, *EDGES)
 SIGNED_MIDDLES = (*(-middle for middle in reversed(MIDDLES)), *MIDDLES)
-#: Prior of the logarithm of the slope, and of the intercept: mean and standard deviation.
-SLOPE, INTERCEPT = (-0.7, 0.7), (0.0, 0.4)
-#: Slopes and intercepts to choose from: the ends of a grid, and its number of points.
-SLOPES, INTERCEPTS = (-3.5, 1.0, 46), (-3.0, 3.0, 61)
-#: Expected gain over its standard deviation from which a network is calibrated.
+#: Priors of the logarithm of the slope of two classes and of more, of the intercept, and of the
+#: logarithm of the slope times the size of outputs: mean and standard deviation.
+SLOPE, SLOPE_OF_MANY, INTERCEPT, STRENGTH = (-0.7, 0.7), (-0.4, 0.7), (0.0, 0.4), (0.65, 0.6)
+#: Slopes and intercepts of the posterior, and to choose from: ends of a grid, number of points.
+SLOPES, INTERCEPTS = (-3.5, 1.0, 19), (-3.0, 3.0, 21)
+CHOSEN_SLOPES, CHOSEN_INTERCEPTS = (-3.5, 1.0, 46), (-3.0, 3.0, 61)
+#: Shapes of the outputs: their sizes; shares of the last of two classes; of more classes, shares of
+#: the records that are in a cell.
+SIZES, SHARES, INSIDE = (1.0, 2.0, 4.0, 8.0, 16.0), (0.15, 0.35, 0.5, 0.65, 0.85), (1.0, 0.8, 0.5)
+#: Least share of the records in each bin, and deviation of that share, relative to it.
+LEAST, SPREAD = 0.02, 0.5
+#: Standard deviations by which an expected gain is reduced.
 CLEAR = 1.0
-#: Squared deviations per bin, in multiples of the noise, from which no line fits the counts.
+#: Expected excess over the loss of the shares of the classes, in standard deviations, from which
+#: gains are counted from these, and least number of records, in multiples of the noise, that shows
+#: the shares.
+WORSE, SHARES_KNOWN = 0.3, 25
+#: Squared deviations per degree of freedom, in multiples of the noise, from which no line fits.
 MISFIT = 2.0
+#: Least probability of a point of the posterior.
+PROBABLE = 1e-5
 #: Largest output: larger ones, and infinite ones, have no difference.
 LARGEST = 1e300
 
@@ -58,9 +73,10 @@ class Calibration:
     noise: float
 
     @classmethod
-    def fitted(cls, counts: NDArray[np.float64], noise: float) -> Calibration:
-        """Return the calibration that follows from noisy counts, shape (bins, 2)."""
-        slope, intercept = fitted(counts, noise, signed=len(counts) == len(SIGNED_MIDDLES))
+    def fitted(cls, counts: NDArray[np.float64], noise: float, records: float) -> Calibration:
+        """Return the calibration that follows from noisy counts, shape (bins, 2), of records."""
+        signed = len(counts) == len(SIGNED_MIDDLES)
+        slope, intercept = fitted(counts, noise, records, signed=signed)
         return cls(slope, intercept, tuple((float(n), float(p)) for n, p in counts), noise)
 
     @property
@@ -118,49 +134,144 @@ def cell_count(classes: int) -> int:
     return 2 * len(SIGNED_MIDDLES if classes == 2 else MIDDLES)
 
 
-def fitted(counts: NDArray[np.float64], noise: float, *, signed: bool) -> tuple[float, float]:
-    """Return slope and intercept of the least expected loss; 1 and 0 without a clear gain.
+def fitted(
+    counts: NDArray[np.float64], noise: float, records: float, *, signed: bool
+) -> tuple[float, float]:
+    """Return the slope and the intercept of the largest clear gain; 1 and 0 without one.
 
     Args:
         counts: noisy counts, shape (bins, 2).
         noise: standard deviation of the noise in each.
+        records: public number of records that were counted, about.
         signed: whether the bins are those of two classes, which have an intercept.
     """
     middles = np.array(SIGNED_MIDDLES if signed else MIDDLES)
-    slopes, intercepts = _grid(signed=signed)
-    odds = slopes[:, None] * middles + intercepts[:, None]  # (grid, bins)
-    losses = np.logaddexp(0, np.stack([odds, -odds], 2))  # (grid, bins, 2)
-    shares = np.exp(-losses)
-    # Records in each bin that fit the counts best, and the log-likelihood of the counts.
-    records = ((shares * counts).sum(2) / np.square(shares).sum(2)).clip(0)
-    expected = records[..., None] * shares
-    variance = noise**2 + records * shares.prod(2)
-    squares = (np.square(counts - expected).sum(2) / variance).sum(1)
-    # Where no line fits, the counts themselves say what the loss is.
-    misfit = float(squares.min()) / len(middles)
-    trusted = 1 - 1 / misfit if misfit > MISFIT else 0.0
-    prior = _squares(np.log(slopes), *SLOPE) + _squares(intercepts, *INTERCEPT) * signed
-    likelihood = squares * (1 - trusted) + np.log(variance).sum(1)
-    posterior = special.softmax(-0.5 * (likelihood + prior))
-    expected = (1 - trusted) * expected + trusted * counts.clip(0)
-    mean = np.tensordot(posterior, expected, 1)
-    best = int((losses * mean).sum((1, 2)).argmin())
-    saved = np.logaddexp(0, np.stack([middles, -middles], 1)) - losses[best]
-    gains = (saved * expected).sum((1, 2))
-    gain = float(posterior @ gains)
-    spread = float(posterior @ np.square(gains - gain))
-    deviation = math.sqrt(spread + (trusted * noise) ** 2 * float(np.square(saved).sum()))
-    if not gain > CLEAR * deviation:
+    slopes, intercepts = _grid(CHOSEN_SLOPES, CHOSEN_INTERCEPTS, signed=signed)
+    losses = _losses(middles, slopes, intercepts).reshape(len(slopes), -1)
+    plain = _losses(middles, np.ones(1), np.zeros(1)).ravel()
+    posterior = Posterior.of(counts, noise, records, signed=signed)
+    constant = np.tile(-np.log(posterior.shares()), len(middles))
+    excess, deviation = posterior.loss((plain - constant)[None])
+    has_shares = signed and records >= SHARES_KNOWN * noise
+    worse = has_shares and float(excess[0]) > WORSE * float(deviation[0])
+    gains, deviations = posterior.loss((constant if worse else plain) - losses)
+    clear = gains - CLEAR * deviations
+    best = int(clear.argmax())
+    if not worse and not clear[best] > 0:
         return 1.0, 0.0
     return float(slopes[best]), float(intercepts[best])
 
 
-def _grid(*, signed: bool) -> tuple[Floats, Floats]:
-    """Return all slopes and intercepts to choose from, shape (grid,) each."""
-    slopes = np.exp(np.linspace(*SLOPES))
-    intercepts = np.linspace(*INTERCEPTS) if signed else np.zeros(1)
-    found = np.meshgrid(slopes, intercepts, indexing="ij")
-    return found[0].ravel(), found[1].ravel()
+@dataclass(frozen=True)
+class Posterior:
+    """Mean and covariance of true counts, given noisy ones.
+
+    Attributes:
+        mean: expected counts of cells, shape (cells,).
+        covariance: their covariance, shape (cells, cells).
+    """
+
+    mean: Floats
+    covariance: Floats
+
+    @classmethod
+    def of(
+        cls, counts: NDArray[np.float64], noise: float, records: float, *, signed: bool
+    ) -> Posterior:
+        """Return mean and covariance over all slopes, intercepts and shapes: see :func:`fitted`.
+
+        In a bin of n records in which a share p has the second label, counts are
+        ``n (1 - p, p)`` with noise of variance ``noise^2 + n p (1 - p)``. n is normal around the
+        share of the shape, with a deviation of :data:`SPREAD` of it. So n is known in closed form.
+        """
+        middles = np.array(SIGNED_MIDDLES if signed else MIDDLES)
+        slopes, intercepts = _grid(SLOPES, INTERCEPTS, signed=signed)
+        sizes, shapes = _signed_shapes() if signed else _shapes()
+        shares = np.exp(-_losses(middles, slopes, intercepts))  # (grid, bins, 2)
+        squares = np.square(shares).sum(2)[:, None]  # (grid, 1, bins)
+        along = (shares * counts).sum(2)[:, None]
+        before = records * shapes  # (shapes, bins)
+        room = np.square(SPREAD * before) + before
+        variance = noise**2 + before * shares.prod(2)[:, None]  # (grid, shapes, bins)
+        total = variance + room * squares
+        off = along - before * squares
+        length = np.square(counts).sum(1) - before * (2 * along - before * squares)
+        misfits = ((length - room * np.square(off) / total) / variance).sum(2)
+        of_bins = (before + room * off / total).clip(0)
+        # Where no line fits, the counts themselves say what the loss is.
+        misfit = float(misfits.min()) / (counts.size - 1)
+        trusted = 1 - 1 / misfit if misfit > MISFIT else 0.0
+        prior = _prior(slopes, intercepts, sizes, signed=signed)
+        unlikely = misfits * (1 - trusted) + np.log(variance * total).sum(2) + prior
+        weights = special.softmax(-0.5 * unlikely)
+        kept = weights > PROBABLE
+        weights = weights[kept] / weights[kept].sum()
+        cells = (of_bins[kept][..., None] * shares[np.nonzero(kept)[0]]).reshape(len(weights), -1)
+        cells = (1 - trusted) * cells + trusted * counts.clip(0).ravel()
+        mean = weights @ cells
+        apart = np.sqrt(weights)[:, None] * (cells - mean)
+        own = (trusted * noise) ** 2 * np.eye(len(mean))
+        return cls(mean, apart.T @ apart + own)
+
+    def loss(self, losses: Floats) -> tuple[Floats, Floats]:
+        """Return the expected sum of losses of cells, shape (choices, cells), and its deviation."""
+        squares = ((losses @ self.covariance) * losses).sum(1)
+        return losses @ self.mean, np.sqrt(squares)
+
+    def shares(self) -> Floats:
+        """Return the expected shares of the two labels, shape (2,)."""
+        both = self.mean.reshape(-1, 2).sum(0)
+        shares: Floats = both / both.sum()
+        return shares
+
+
+def _grid(
+    slopes: tuple[float, float, int], intercepts: tuple[float, float, int], *, signed: bool
+) -> tuple[Floats, Floats]:
+    """Return all slopes and intercepts of a grid, shape (grid,) each."""
+    of_intercepts = np.linspace(*intercepts) if signed else np.zeros(1)
+    both = np.meshgrid(np.exp(np.linspace(*slopes)), of_intercepts, indexing="ij")
+    return both[0].ravel(), both[1].ravel()
+
+
+def _losses(middles: Floats, slopes: Floats, intercepts: Floats) -> Floats:
+    """Return the log losses of both labels in each bin, shape (grid, bins, 2)."""
+    odds = slopes[:, None] * middles + intercepts[:, None]
+    losses: Floats = np.logaddexp(0, np.stack([odds, -odds], 2))
+    return losses
+
+
+def _signed_shapes() -> tuple[Floats, Floats]:
+    """Return sizes and shares of bins, shape (shapes, bins), of shapes of signed log-odds.
+
+    Half of the log-odds, or another share, are around the size, the others around minus the size.
+    """
+    sizes, shares = (x.ravel()[:, None] for x in np.meshgrid(SIZES, SHARES, indexing="ij"))
+    above = special.expit(2 * (np.array(SIGNED_EDGES) - sizes) / sizes)
+    below = special.expit(2 * (np.array(SIGNED_EDGES) + sizes) / sizes)
+    return sizes[:, 0], _shares_of_bins(shares * above + (1 - shares) * below) + LEAST
+
+
+def _shapes() -> tuple[Floats, Floats]:
+    """Return sizes and shares of bins, shape (shapes, bins), of shapes of gaps, from 0."""
+    sizes, inside = (x.ravel()[:, None] for x in np.meshgrid(SIZES, INSIDE, indexing="ij"))
+    below = [
+        special.expit(2 * (end - sizes) / sizes) for end in (np.array(EDGES), -np.array(EDGES))
+    ]
+    return sizes[:, 0], inside * (_shares_of_bins(below[0] - below[1]) + LEAST)
+
+
+def _shares_of_bins(below: Floats) -> Floats:
+    """Return the shares between edges, given those below each, shape (shapes, edges)."""
+    return np.diff(below, axis=1, prepend=0.0, append=1.0)
+
+
+def _prior(slopes: Floats, intercepts: Floats, sizes: Floats, *, signed: bool) -> Floats:
+    """Return minus twice the logarithm of the prior, shape (grid, shapes)."""
+    if not signed:
+        return _squares(np.log(slopes), *SLOPE_OF_MANY)[:, None] + 0 * sizes
+    of_line = _squares(np.log(slopes), *SLOPE) + _squares(intercepts, *INTERCEPT)
+    return of_line[:, None] + _squares(np.log(slopes[:, None] * sizes), *STRENGTH)
 
 
 def _squares(values: Floats, mean: float, deviation: float) -> Floats:

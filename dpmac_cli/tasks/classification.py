@@ -265,9 +265,10 @@ class Classification(Task):
         """Return the cell of each record in the histogram of a calibration."""
         return cells(outputs, targets)
 
-    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
-        """Return the task with the calibration that follows from noisy counts."""
-        return replace(self, calibration=Calibration.fitted(counts.reshape(-1, 2), noise))
+    def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
+        """Return the task with the calibration that follows from noisy counts of records."""
+        pairs = counts.reshape(-1, 2)
+        return replace(self, calibration=Calibration.fitted(pairs, noise, records))
 
     def at(self, threshold: str) -> Self:
         """Return the task with an operating point.

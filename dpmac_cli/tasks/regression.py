@@ -158,7 +158,7 @@ class Regression(Task):
         """Return the cell of each record in the histogram of residuals."""
         return cells(outputs, targets)
 
-    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
+    def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
         """Return the task with intervals, which follow from noisy counts of residuals."""
         return replace(self, residuals=Residuals(tuple(counts.tolist()), noise))
 

@@ -273,12 +273,13 @@ class Task(ABC):
         """Number of cells of the histogram of a calibration."""
         return 0
 
-    def calibrated(self, counts: NDArray[np.float64], noise: float) -> Self:
+    def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
         """Return the task with a calibration.
 
         Args:
             counts: noisy counts of cells, shape (cells,).
             noise: standard deviation of the noise in each.
+            records: public number of records or units that were counted, about.
         """
         raise ValueError(f"{self.kind} has no calibration")
 
