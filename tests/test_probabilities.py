@@ -22,8 +22,10 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event
 from dpmac_cli.config import planning
-from dpmac_cli.config.plan import SHARE, Plan
+from dpmac_cli.config.plan import SHARE, Plan, histograms_of
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.data.cache import WHOLE, Rows, kept_file
+from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Split
@@ -39,6 +41,7 @@ from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.tasks.calibration import Calibration, cells, fitted
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.training.calibration import drawn_from
 from tests.digits_runs import SEED, digits_config, report_of, run_trainer, train_digits
 from tests.kinks import at_kinks
 from tests.typed import dpmac
@@ -206,19 +209,52 @@ def test_steps_and_histogram_compose_as_the_closed_form_says() -> None:
 
 
 @pytest.mark.promise("histogram")
-def test_steps_and_histogram_leak_what_they_are_said_to_by_monte_carlo() -> None:
+@pytest.mark.parametrize(("noise", "counted"), [(4.0, 1.0), (1.0, 0.3)])
+def test_steps_and_histogram_leak_what_they_are_said_to_by_monte_carlo(
+    noise: float, counted: float
+) -> None:
     """Losses of pairs of outputs, drawn: delta at the epsilon that is claimed."""
-    rate, sigma, count, noise = 0.2, 1.5, 12, 4.0
-    events = (TrainingEvent(rate, sigma, count), histogram_event(noise))
+    rate, sigma, count = 0.2, 1.5, 12
+    events = (TrainingEvent(rate, sigma, count), histogram_event(noise, counted))
     epsilon = total_epsilon(events, 1e-2)
     draws = np.random.default_rng(0)
     inside = draws.random((400_000, count)) < rate
     x = draws.normal(size=inside.shape) * sigma + inside
     loss = np.log(1 - rate + rate * np.exp((2 * x - 1) / (2 * sigma**2))).sum(1)
-    y = draws.normal(size=len(loss)) * noise + 1
-    loss += (2 * y - 1) / (2 * noise**2)
+    y = draws.normal(size=len(loss)) * noise + (draws.random(len(loss)) < counted)
+    loss += np.log(1 - counted + counted * np.exp((2 * y - 1) / (2 * noise**2)))
     delta = float(np.maximum(0, 1 - np.exp(epsilon - loss)).mean())
     assert delta == pytest.approx(1e-2, rel=0.1)
+
+
+@pytest.mark.promise("histogram")
+def test_a_sample_of_many_records_is_counted_and_charged_as_one() -> None:
+    """After few steps: a twentieth of the records that they draw, or 100 times the noise."""
+    noise = noise_of_share(8.0, 1e-5, SHARE)
+
+    def rate_of(steps: int, batch: int, records: int) -> float:
+        event = TrainingEvent(batch / records, 1.0, steps)
+        _, [histogram] = histograms_of(8.0, 1e-5, event, ((), (SHARE,)), records)
+        return histogram.sampling_rate
+
+    assert rate_of(20, 1024, 50_000) == pytest.approx(20 * 1024 / 20 / 50_000)
+    assert rate_of(1, 16, 50_000) == pytest.approx(100 * noise / 50_000)
+    assert rate_of(20, 500, 500) == rate_of(2, 10, 400) == 1
+    settings: dict[str, Any] = {"epsilon": 8.0, "steps": 3, "batch_size": 64, "model": "linear"}
+    report = run.finish(run.train(resolve(dataset=clinic(), seed=0, out="run", **settings))).report
+    steps, histogram = (TrainingEvent(**event) for event in report["privacy"]["events"])
+    assert histogram == histogram_event(noise, 100 * noise / 3000)
+    assert report["privacy"]["epsilon"] == total_epsilon((steps, histogram), 1e-5)
+    assert report["privacy"]["epsilon"] <= 8
+    # The counts are those of all records, as far as the sample tells.
+    assert np.array(report["calibration"]["counts"]).sum() == pytest.approx(3000, abs=800)
+    assert report["calibration"]["noise"] == pytest.approx(noise / histogram.sampling_rate)
+    rate = f"{histogram.sampling_rate:.4g}"
+    assert f"1 histogram at rate {rate} with noise multiplier" in report["privacy"]["statement"]
+    card = Path("run/model-card.md").read_text()
+    row = f"| histogram of the training records | 1 | poisson | {histogram.sampling_rate:.6g} |"
+    assert row in card
+    assert "a random sample" in report["calibration"]["statement"]
 
 
 @pytest.mark.promise("histogram")
@@ -365,9 +401,11 @@ def test_an_interrupted_run_is_calibrated_at_its_end_alone() -> None:
 # What it reads.
 
 
-def counted(trainer: Trainer, sigma: float = 0.01) -> NDArray[np.float64]:
+def counted(
+    trainer: Trainer, sigma: float = 0.01, rate: float = 1.0, key: bytes = bytes(32)
+) -> NDArray[np.float64]:
     """The counts of a trainer with hardly any noise."""
-    trainer.counted = histogram_event(sigma), Noise(bytes(32), secure=True)
+    trainer.counted = histogram_event(sigma, rate), Noise(bytes(32), secure=True), key
     trainer.histogram, trainer.steps = None, trainer.state.step
     assert [trainer.calibrate(), trainer.calibrate()] == [True, False]
     found: NoisyHistogram = vars(trainer)["histogram"]
@@ -423,6 +461,54 @@ def test_a_training_record_more_moves_no_other_to_another_cell() -> None:
 
     moves = [abs(found(image, 20) - found(image, 19)).sum() for image in images]
     assert max(moves) <= 1
+
+
+@pytest.mark.promise("histogram")
+def test_each_record_is_drawn_for_a_histogram_independently_and_in_secret() -> None:
+    rate, records = 0.3, 40
+    split = Split(torch.arange(records)[:, None], torch.arange(records))
+    drawn = np.zeros((600, records))
+    for place in range(len(drawn)):
+        found = drawn_from(split, rate, place.to_bytes(32, "little"))
+        assert torch.equal(found.images[:, 0], found.labels)
+        drawn[place, found.labels.numpy()] = 1
+    assert abs(drawn.mean(0) - rate).max() < 5 * math.sqrt(rate * (1 - rate) / len(drawn))
+    assert drawn.sum(1).var() == pytest.approx(records * rate * (1 - rate), rel=0.25)
+    assert abs(np.corrcoef(drawn.T) - np.eye(records)).max() < 0.2
+    trainer = run_trainer(digits_config(sigma=6.0, steps=3, model="linear"))
+    one, other, again = (counted(trainer, 0.001, 0.5, bytes([k]) * 32) for k in (1, 2, 1))
+    assert one == pytest.approx(again, abs=0.1)
+    assert abs(one - other).max() > 1
+    assert 2 * (one / 2).round() == pytest.approx(one, abs=0.1), "half as many, each for two"
+
+
+def test_records_of_a_file_are_drawn_like_those_in_memory(tmp_path: Path) -> None:
+    numbers = np.arange(80, dtype=np.float32).reshape(40, 2)
+    layout = tmp_path / f"rows{WHOLE}", 40, (2,), numbers.dtype
+    file = kept_file(*layout, lambda: iter([(numbers, {})]))
+    labels, order = torch.arange(40), np.random.default_rng(0).permutation(40)
+    far = Split(torch.empty(40, 2, device="meta"), labels, file=Rows(file, order))
+    near = Split(torch.from_numpy(numbers[order]), labels)
+    found = [drawn_from(split, 0.4, bytes(32)) for split in (far, near)]
+    (x, y), (other, same) = (split.at(slice(3, 9)) for split in found)
+    assert torch.equal(x, other)
+    assert torch.equal(y, same)
+
+
+@pytest.mark.promise("histogram")
+def test_a_person_is_drawn_for_a_histogram_with_all_records_or_none() -> None:
+    names = np.random.default_rng(0).permutation(np.repeat(np.arange(30), np.arange(1, 31)))
+    labels = torch.from_numpy(names)
+    split = Split(labels[:, None], labels, units=units_of(names))
+    sizes = []
+    for place in range(200):
+        found = drawn_from(split, 0.4, place.to_bytes(32, "little"))
+        kept = found.labels.numpy()
+        assert sorted(kept) == sorted(names[np.isin(names, kept)])
+        assert found.units is not None
+        assert [*np.bincount(found.units.owners)] == [int(name) + 1 for name in np.unique(kept)]
+        sizes.append(found.size)
+    assert np.mean(sizes) == pytest.approx(12, abs=1)
 
 
 @pytest.mark.promise("histogram")

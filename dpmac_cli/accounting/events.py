@@ -187,13 +187,14 @@ def score_event(noise_multiplier: float) -> TrainingEvent:
     return TrainingEvent(1.0, noise_multiplier, 1, records="test")
 
 
-def histogram_event(noise_multiplier: float) -> TrainingEvent:
+def histogram_event(noise_multiplier: float, sampling_rate: float = 1.0) -> TrainingEvent:
     """Return the event of one histogram of the training records with Gaussian noise.
 
     ``noise_multiplier`` is the standard deviation of the noise of a count over the sensitivity of
-    all counts: see :class:`~dpmac_cli.dp.histogram.NoisyHistogram`.
+    all counts: see :class:`~dpmac_cli.dp.histogram.NoisyHistogram`. Each record is counted with
+    probability ``sampling_rate``, in secret.
     """
-    return TrainingEvent(1.0, noise_multiplier, 1, histogram=True)
+    return TrainingEvent(sampling_rate, noise_multiplier, 1, histogram=True)
 
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:

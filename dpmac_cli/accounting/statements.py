@@ -108,7 +108,8 @@ def _done(event: TrainingEvent, unit: str) -> str:
     if event.records == "test":
         return f"{event.steps} score{several} of test records with noise multiplier {sigma:.10g}"
     if event.histogram:
-        return f"{event.steps} histogram{several} with noise multiplier {sigma:.10g}"
+        some = f" at rate {event.sampling_rate:.4g}" if event.sampling_rate < 1 else ""
+        return f"{event.steps} histogram{several}{some} with noise multiplier {sigma:.10g}"
     steps = f"{event.steps} {event.sampling.done} step{several}"
     how = f"at rate {event.sampling_rate:.4g}"
     if event.sampling.once_an_epoch:

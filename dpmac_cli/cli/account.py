@@ -27,7 +27,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, lonely, valid
 from dpmac_cli.config.named import BEST, PAPER
-from dpmac_cli.config.plan import SHARE, histograms_of, shares_of_counts
+from dpmac_cli.config.plan import SHARE, Shares, histograms_of, shares_of_counts
 from dpmac_cli.config.settings import (
     DELTA,
     HISTOGRAM,
@@ -100,7 +100,8 @@ class Question(Priced, frozen=True):
     def sizes(self, target: float | None) -> "Sizes":
         """Return the sizes of a run. Raises InputError."""
         size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
-        notes, shares = tuple[str, ...](), (SHARE,) * (self.calibration == HISTOGRAM)
+        notes = tuple[str, ...]()
+        shares: Shares = (), (SHARE,) * (self.calibration == HISTOGRAM)
         if size is None:
             shared = {name: self.explicit.get(name) for name in Priced.model_fields}
             lengths = {"epochs": self.epochs, "steps": self.steps}
@@ -110,7 +111,7 @@ class Question(Priced, frozen=True):
             run = Settings.model_validate({**shared, **given, **noise})
             found, notes = completed(run, facts), tuple(recipe_notes(run, facts))
             size, batch = facts.train_size, found.batch_size
-            shares = tuple(itertools.chain(*shares_of_counts(found, facts)))
+            shares = shares_of_counts(found, facts)
             if not given and self.solve != "steps" and found.epochs is not None:
                 epochs = (found.epochs,)
         raise_errors(misfits("the dataset", size, batch, epochs or ()))
@@ -131,7 +132,7 @@ class Sizes:
     batch: int
     lengths: tuple[int, ...]
     notes: tuple[str, ...]
-    shares: tuple[float, ...]
+    shares: Shares
 
 
 def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
@@ -152,7 +153,8 @@ def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
             event = TrainingEvent(
                 batch / size, sigma, steps, question.sampler, math.ceil(size / batch)
             )
-            others = histograms_of(target, question.delta, event, sizes.shares)
+            ranges, histogram = histograms_of(target, question.delta, event, sizes.shares, size)
+            others = (*ranges, *histogram)
             try:
                 event = _solved(event, question, target or 0.0, accountant, others)
             except BudgetError as failure:
@@ -405,6 +407,7 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
     "histogram": lambda row: ", ".join(
         f"one, with noise multiplier {event.noise_multiplier:.10g}"
+        + (f", at rate {event.sampling_rate:.4g}" if event.sampling_rate < 1 else "")
         for event in row.events
         if event.histogram
     ),

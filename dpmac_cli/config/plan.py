@@ -261,12 +261,15 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
 SHARE, ROUNDS = 0.02, (0.02, 0.03, 0.05)
 #: The same of the rounds for the range of a number to predict, and of its mean and spread.
 ROUNDS_OF_TARGET, MOMENTS = (0.006, 0.009, 0.015), 0.05
+#: Expected number of records to count for calibration: of each twenty that the steps draw, one, so
+#: that counting takes a small part of the time of training; at least 100 times the noise.
+DRAWN_PER_COUNTED, LEAST_OVER_NOISE = 20, 100
+#: Shares of counts before training, and of the histogram after it, if there is one.
+Shares = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def shares_of_counts(
-    settings: Settings, facts: Dataset
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the shares of counts before training, and of histograms after it."""
+def shares_of_counts(settings: Settings, facts: Dataset) -> Shares:
+    """Return the shares of the histograms of a run."""
     records, before = facts.records, tuple[float, ...]()
     if settings.no_dp:
         return (), ()
@@ -278,18 +281,33 @@ def shares_of_counts(
 
 
 def histograms_of(
-    epsilon: float | None, delta: float, event: TrainingEvent, shares: tuple[float, ...]
-) -> tuple[TrainingEvent, ...]:
-    """Return the events of the histograms of a run, each with its share of the budget.
+    epsilon: float | None, delta: float, event: TrainingEvent, shares: Shares, records: int
+) -> tuple[tuple[TrainingEvent, ...], tuple[TrainingEvent, ...]]:
+    """Return the events of counts before training, and of the histogram after it, if there is one.
 
-    The budget is the target epsilon, or where noise is given (None) what the steps of the run cost
-    together with the histograms.
+    The budget that they share is the target epsilon, or where noise is given (None) what the steps
+    of the run cost together with them. If fewer than all training records are to be counted after
+    training, each is drawn independently, and the histogram costs less than its share.
+
+    Args:
+        epsilon, delta: target; None for epsilon if noise is given.
+        event: steps of the run.
+        shares: see :func:`shares_of_counts`.
+        records: number of training records, or units.
     """
-    whole = 1.0
-    if epsilon is None and shares:
-        epsilon, whole = total_epsilon((event,), delta), 1 / (1 - sum(shares))
-    return tuple(
-        histogram_event(noise_of_share(epsilon or 0.0, delta, whole * share)) for share in shares
+    (before, after), whole = shares, 1.0
+    if not (before or after):
+        return (), ()
+    if epsilon is None:
+        epsilon, whole = total_epsilon((event,), delta), 1 / (1 - sum((*before, *after)))
+    noises = [noise_of_share(epsilon, delta, whole * share) for share in (*before, *after)]
+    drawn = event.sampling_rate * event.steps / DRAWN_PER_COUNTED
+    return (
+        tuple(histogram_event(noise) for noise in noises[: len(before)]),
+        tuple(
+            histogram_event(noise, min(1.0, max(drawn, LEAST_OVER_NOISE * noise / records)))
+            for noise in noises[len(before) :]
+        ),
     )
 
 

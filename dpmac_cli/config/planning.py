@@ -50,14 +50,9 @@ def plan(
     needs = {name: others for name, others in NEEDS.items() if name != "task" or unlabelled}
     raise_errors([*lonely(given.explicit, needs), *of_records, *checks.faults(found)])
     event = event if noise is None else event.with_noise_of(noise)
-    before, after = shares_of_counts(settings, facts)
-    counts = histograms_of(settings.epsilon, settings.delta, event, (*before, *after))
-    found = replace(
-        found,
-        event=event,
-        ranges=counts[: len(before)],
-        histogram=next(iter(counts[len(before) :]), None),
-    )
+    shares = shares_of_counts(settings, facts)
+    ranges, after = histograms_of(settings.epsilon, settings.delta, event, shares, facts.train_size)
+    found = replace(found, event=event, ranges=ranges, histogram=next(iter(after), None))
     if noise is None:
         others = (*earlier, *found.counts)
         found = replace(found, event=calibrated(settings, event, others))

@@ -7,6 +7,10 @@ A record is in at most one cell of each partition, so adding or removing one cha
 partitions by at most sqrt(C) in the L2 norm. A unit with m records has weights 1/m, rounded down:
 together at most 1 in each partition, whether or not they are in one cell, and so again at most
 sqrt(C). ``1/sqrt(m)`` would not do: m records in one cell would count sqrt(m).
+
+Where the event has a sampling rate, each record, or each unit with all of its records, is counted
+with that probability, independently of the others and in secret. Counts are divided by it after
+the noise is added.
 """
 
 import math
@@ -32,7 +36,8 @@ class NoisyHistogram:
         histogram = NoisyHistogram.release(cells, (10,), event, noise)
 
     Attributes:
-        counts: counts with noise, float64, one array of shape (cells,) per partition.
+        counts: counts of all records with noise, float64, one array of shape (cells,) per
+            partition; estimates if some were drawn.
         noise: standard deviation of the noise in each count.
     """
 
@@ -52,7 +57,7 @@ class NoisyHistogram:
 
         Args:
             cells: cell of each record in each partition, shape (records, partitions); -1 if it is
-                in none.
+                in none. Where the event has a sampling rate, of the records that were drawn.
             sizes: number of cells of each partition, which is public.
             event: event of the histogram: see
                 :func:`~dpmac_cli.accounting.events.histogram_event`. It has begun.
@@ -71,8 +76,9 @@ class NoisyHistogram:
         sigma = event.noise_multiplier * math.sqrt(len(sizes))
         # The grid divides the counts, so rounding to it adds nothing to the sensitivity.
         mechanism = SecureMechanism(sigma, expected_batch=1)
-        noisy = mechanism.release(counts, ball(1.0, counts), noise).value.numpy()
-        return cls(tuple(np.split(noisy, np.cumsum(sizes)[:-1])), sigma)
+        rate = event.sampling_rate
+        noisy = mechanism.release(counts, ball(1.0, counts), noise).value.numpy() / rate
+        return cls(tuple(np.split(noisy, np.cumsum(sizes)[:-1])), sigma / rate)
 
 
 def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int64]:

@@ -55,6 +55,13 @@ class Split:
             return self.images[rows], self.labels[rows]
         return torch.from_numpy(self.file.read(places)).to(self.labels.device), self.labels[rows]
 
+    def taken(self, places: NDArray[np.int64]) -> "Split":
+        """Return some of the records, in the order of ``places``, without units of privacy."""
+        labels = self.labels[torch.from_numpy(places).to(self.labels.device)]
+        if self.file is None:
+            return Split(self.at(places)[0], labels)
+        return Split(self.images, labels, file=self.file[places])
+
     def read_from(self, rows: Rows, device: torch.device) -> "Split":
         """Return other numbers of the same records, in the same order: rows of a file."""
         return split_of(rows, self.labels, self.units, device)

@@ -72,6 +72,7 @@ class Keys:
     layers: bytes = b""  # augmented views and dropout
     scores: bytes = b""  # noise of covered scores
     counts: bytes = b""  # noise of histograms
+    counted: bytes = b""  # records that histograms count
     ranges: bytes = b""  # noise of counts before training
     base: int = 0  # previous steps, from which the epochs of a sampler are counted
 

@@ -69,6 +69,11 @@ class DescribedRun:
         return self.counted if self.plan.score else "records"
 
     @property
+    def sampled(self) -> bool:
+        """Return whether the histogram of the training records is of a sample of them."""
+        return self.plan.histogram is not None and self.plan.histogram.sampling_rate < 1
+
+    @property
     def class_weights(self) -> str:
         """Return the class weights, divided by the largest."""
         weights = class_weights(self.plan.settings)
@@ -350,6 +355,11 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "decision does.",
     ),
     (
+        "calibration",
+        lambda run: run.sampled,
+        "It is of a random sample of them, and its counts are estimates of those of all.",
+    ),
+    (
         "ranges",
         lambda run: run.private and run.counted_columns,
         "Before the first step, ranges and ranks of the columns whose type alone is declared were "
@@ -374,6 +384,11 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "After the last step, one histogram of the residuals of the training {run.counted} was "
         "released with Gaussian noise, in which each counts at most once. Intervals of predictions "
         "follow from it. Their share of the targets is that of all records, not of each kind.",
+    ),
+    (
+        "residuals",
+        lambda run: run.sampled,
+        "It is of a random sample of them, and its counts are estimates of those of all.",
     ),
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (

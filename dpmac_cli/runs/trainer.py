@@ -45,7 +45,8 @@ class Trainer(Step):
         covered: event and noise of the covered score; None for exact scores.
         uncounted: records that are counted before the first step, and the noise of the counts; None
             if nothing is counted, or it was.
-        counted: event and noise of the histogram of the training records; None without.
+        counted: event of the histogram of the training records, its noise, and the key that says
+            which records are drawn for it; None without.
         histogram: that histogram, once it was released.
     """
 
@@ -53,7 +54,7 @@ class Trainer(Step):
     covered: tuple[TrainingEvent, Noise] | None = None
     uncounted: tuple[Uncounted, Noise] | None = None
     _inputs: TableInputs | None = None
-    counted: tuple[TrainingEvent, Noise] | None = None
+    counted: tuple[TrainingEvent, Noise, bytes] | None = None
     histogram: NoisyHistogram | None = None
 
     @property
@@ -148,11 +149,11 @@ class Trainer(Step):
         """
         if self.counted is None or self.histogram is not None or self.state.step < self.steps:
             return False
-        event, noise = self.counted
+        event, noise, key = self.counted
         self.account.begin(event)  # before any training record is read
         with self.published() as model, full_float32(self.sums.arithmetic):
             normals = noise.at(self.state.step)
-            self.histogram = training_histogram(model, self.data, event, normals)
+            self.histogram = training_histogram(model, self.data, event, normals, key)
         return True
 
     def score(self) -> Evaluation | PrivateScore:
@@ -236,7 +237,7 @@ def make_trainer(
     if plan.score is not None and ranks.leads:
         trainer.covered = plan.score, Noise(keys.scores, secure=True)
     if account.histogram is not None and ranks.leads:
-        trainer.counted = account.histogram, Noise(keys.counts, secure=True)
+        trainer.counted = account.histogram, Noise(keys.counts, secure=True), keys.counted
     trainer.will_count(task.uncounted, keys)
     return trainer
 

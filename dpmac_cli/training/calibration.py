@@ -1,17 +1,21 @@
 """Calibration of a trained model: one noisy histogram of the training records under its weights."""
 
+from dataclasses import replace
+
 import numpy as np
 from torch import nn
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.histogram import NoisyHistogram
-from dpmac_cli.models.dataset import Data
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.training.evaluation import on_cpu, outputs_of
 
 
 def training_histogram(
-    model: nn.Module, data: Data, event: TrainingEvent, noise: SeededNormals
+    model: nn.Module, data: Data, event: TrainingEvent, noise: SeededNormals, key: bytes
 ) -> NoisyHistogram:
     """Count training records in the cells of their task, with noise.
 
@@ -22,12 +26,27 @@ def training_histogram(
         data: records, of which those for training are read.
         event: event of the histogram, which has begun.
         noise: fresh random numbers, used only here.
+        key: secret key that says which records are counted, used only here, if the sampling rate of
+            the event is below 1.
     """
     split, task = data.train, data.task
+    if event.sampling_rate < 1:
+        split = drawn_from(split, event.sampling_rate, key)
     cells = [
         task.cells(on_cpu(logits).numpy(), split.labels[some].cpu().numpy())
         for some, logits in outputs_of(model, data, split, covered=True)
     ]
     owners = None if split.units is None else split.units.owners
-    together = np.concatenate(cells)[:, None]
+    together = np.concatenate([np.empty(0, np.int64), *cells])[:, None]
     return NoisyHistogram.release(together, (task.cell_count,), event, noise, owners)
+
+
+def drawn_from(split: Split, rate: float, key: bytes) -> Split:
+    """Return a Poisson sample of the records of a split, or of its units with all their records."""
+    sampler = KeyedSampler("poisson", size=split.size, rate=rate, steps=1, key=key, secure=True)
+    drawn = sampler.draw(1)
+    if split.units is None:
+        return split.taken(drawn)
+    owners = split.units.owners
+    places = np.flatnonzero(np.isin(owners, drawn))
+    return replace(split.taken(places), units=units_of(owners[places]))
