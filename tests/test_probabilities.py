@@ -373,6 +373,7 @@ def test_the_noise_of_a_histogram_is_not_that_of_anything_else() -> None:
     assert trainer.counted is not None
     mine, like = trainer.counted[1].at(1), torch.empty(4, dtype=torch.float64)
     found = mine.standard_normal(like)
+    assert [name for name in STREAMS if getattr(keys, name) == trainer.counted[2]] == ["counted"]
     for name in STREAMS:
         other = Noise(getattr(keys, name), secure=True).at(1).standard_normal(like)
         assert torch.equal(found, other) == (name == "counts"), name
