@@ -133,6 +133,39 @@ def test_the_code_of_a_card_computes_the_same_probabilities() -> None:
     assert "| histogram of the training records | 1 | every unit | 1 |" in card
 
 
+def test_card_and_page_show_reliability_by_the_noisy_histogram() -> None:
+    finished = run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run")))
+    found = finished.report["calibration"]
+    card = Path("run/model-card.md").read_text()
+    [table] = re.findall(r"## Reliability of probabilities\n(.*?)\n## ", card, re.DOTALL)
+    assert "Probabilities are those of `ill`." in table
+    rows = [line.split(" | ") for line in table.splitlines() if "% to " in line]
+    fit = Calibration(found["slope"], found["intercept"], tuple(found["counts"]), found["noise"])
+    assert len(rows) == len(fit.reliability()) > 1
+    for row, bin_ in zip(rows, fit.reliability(), strict=True):
+        shown = [float(value.strip("|% ")) / 100 for value in row[:3]]
+        assert shown == pytest.approx([*bin_[:3]], abs=6e-5)
+        assert bin_.low <= bin_.share <= bin_.high
+    page = dpmac("report", "run")
+    assert page.exit_code == 0, page.output
+    written = Path("report.html").read_text()
+    assert 'aria-label="Reliability of probabilities"' in written
+    plain: dict[str, Any] = {"epsilon": 1.0, "calibration": "none", "out": "plain"}
+    run.finish(run.train(resolve(dataset=clinic(200), **plain)))
+    assert "Reliability" not in Path("plain/model-card.md").read_text()
+
+
+def test_reliability_is_the_share_of_each_bin_with_its_noise() -> None:
+    right = noisy(1.0, 0.0, 4000, 5.0)
+    bins = Calibration.fitted(right, 5.0, 4000).reliability()
+    assert len(bins) >= 8
+    covered = [of.low <= of.trained <= of.high for of in bins]
+    assert np.mean(covered) > 0.7
+    assert all(of.trained == pytest.approx(of.said, abs=0.05) for of in bins)
+    silent = Calibration(1.0, 0.0, ((1.0, 2.0),) * 10, 26.0)
+    assert silent.reliability() == []
+
+
 # When.
 
 

@@ -13,10 +13,12 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.libraries import jinja2, markdown_it, torch
-from dpmac_cli.release.plots import as_svg, course, trade_offs
+from dpmac_cli.release.plots import as_svg, course, reliability, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
+from dpmac_cli.tasks.calibration import Reliability
+from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def run_page(run: Path) -> str:
 
     Raises InputError if it has no card, report or metrics.
     """
-    card, privacy = answered_card(run, {}), read_report(run).privacy
+    card, report = answered_card(run, {}), read_report(run)
+    privacy = report.privacy
     points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
@@ -48,8 +51,18 @@ def run_page(run: Path) -> str:
         unit, search = privacy.unit.name, privacy.trials
         row = price(privacy.events, privacy.delta, unit=unit, search=search)
         pictures["What any membership attack can reach"] = trade_offs([row])
+    if bins := _reliability(report):
+        pictures["Reliability of probabilities"] = reliability(bins)
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
+
+
+def _reliability(report: Report) -> list[Reliability]:
+    """Return probabilities beside the noisy histogram of a calibration; none without one."""
+    task = report.task
+    if not isinstance(task, Classification) or task.calibration is None:
+        return []
+    return task.calibration.reliability()
 
 
 def _points(run: Path) -> list[dict[str, Any]]:
@@ -126,6 +139,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         score=score,
         score_interval=getattr(report.test, f"{metric.key}_interval"),
         largest=_largest(report),
+        reliability=_reliability(report),
         most_classes=MOST_CLASSES,
         percent=percent_or_dash,
         number=number,

@@ -10,6 +10,7 @@ from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
+from dpmac_cli.tasks.calibration import Reliability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +82,27 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
         found = [(epoch, value) for epoch, value in pairs if isinstance(value, int | float)]
         panel.plot(*zip(*found, strict=True), marker=".") if found else None
         panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
+    return figure
+
+
+def reliability(bins: Sequence[Reliability]) -> "Figure":
+    """Draw shares of records by noisy counts over the probabilities that are said of them."""
+    figure, (panel,) = new_figure(1)
+    panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
+    shares = [of.share for of in bins]
+    ends = [[of.share - of.low for of in bins], [of.high - of.share for of in bins]]
+    panel.errorbar(
+        [of.said for of in bins],
+        shares,
+        ends,
+        linestyle="",
+        marker="o",
+        capsize=3,
+        label="calibrated",
+    )
+    panel.plot([of.trained for of in bins], shares, "x", color=COLOURS[2], label="as trained")
+    panel.set(xlabel="probability", ylabel="share by the noisy histogram")
+    panel.legend(fontsize="small")
     return figure
 
 

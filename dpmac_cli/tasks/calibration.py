@@ -16,8 +16,9 @@ classes, from these (docs/calibration.md).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmac_cli.libraries import np, special
 
@@ -53,8 +54,29 @@ WORSE, SHARES_KNOWN = 0.3, 25
 MISFIT = 2.0
 #: Least probability of a point of the posterior.
 PROBABLE = 1e-5
+#: Standard deviations of the noise from which the number of records in a bin is seen, and those of
+#: a 95% interval.
+SEEN, TWO_SIDED = 2.0, 1.96
 #: Largest output: larger ones, and infinite ones, have no difference.
 LARGEST = 1e300
+
+
+class Reliability(NamedTuple):
+    """Probabilities of the second label in a bin: what the network says, and what the counts say.
+
+    Attributes:
+        trained: probability in the middle of the bin by the network as it was trained.
+        said: the same after calibration.
+        share: share of the second label by the noisy counts.
+        low, high: 95% interval of the share for records like these, because of the noise and of
+            the number of records.
+    """
+
+    trained: float
+    said: float
+    share: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,22 @@ class Calibration:
     def middles(self) -> tuple[float, ...]:
         """Middle of each bin."""
         return SIGNED_MIDDLES if len(self.counts) == len(SIGNED_MIDDLES) else MIDDLES
+
+    def reliability(self) -> list[Reliability]:
+        """Return bins whose counts stand out of their noise, in the order of the middles."""
+        bins = list[Reliability]()
+        for middle, (first, second) in zip(self.middles, self.counts, strict=True):
+            total = first + second
+            if total <= SEEN * math.sqrt(2) * self.noise:
+                continue
+            share = min(max(second / total, 0.0), 1.0)
+            noise = self.noise * math.hypot(share, 1 - share) / total
+            spread = TWO_SIDED * math.sqrt(noise**2 + share * (1 - share) / total)
+            odds = middle, self.slope * middle + self.intercept
+            trained, said = map(float, special.expit(np.array(odds)))
+            low, high = max(share - spread, 0.0), min(share + spread, 1.0)
+            bins.append(Reliability(trained, said, share, low, high))
+        return bins
 
     def applied(self, outputs: Any) -> Any:
         """Return calibrated outputs, of which probabilities are the softmax.
