@@ -16,6 +16,7 @@ classes, from these (docs/calibration.md).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -184,8 +185,8 @@ def fitted(
         signed: whether the bins are those of two classes, which have an intercept.
     """
     middles = np.array(SIGNED_MIDDLES if signed else MIDDLES)
-    slopes, intercepts = _grid(CHOSEN_SLOPES, CHOSEN_INTERCEPTS, signed=signed)
-    losses = _losses(middles, slopes, intercepts).reshape(len(slopes), -1)
+    slopes, intercepts, by_bin = _choices(CHOSEN_SLOPES, CHOSEN_INTERCEPTS, signed=signed)
+    losses = by_bin.reshape(len(slopes), -1)
     plain = _losses(middles, np.ones(1), np.zeros(1)).ravel()
     posterior = Posterior.of(counts, noise, records, signed=signed)
     constant = np.tile(-np.log(posterior.shares()), len(middles))
@@ -222,10 +223,9 @@ class Posterior:
         ``n (1 - p, p)`` with noise of variance ``noise^2 + n p (1 - p)``. n is normal around the
         share of the shape, with a deviation of :data:`SPREAD` of it. So n is known in closed form.
         """
-        middles = np.array(SIGNED_MIDDLES if signed else MIDDLES)
-        slopes, intercepts = _grid(SLOPES, INTERCEPTS, signed=signed)
+        slopes, intercepts, losses = _choices(SLOPES, INTERCEPTS, signed=signed)
         sizes, shapes = _signed_shapes() if signed else _shapes()
-        shares = np.exp(-_losses(middles, slopes, intercepts))  # (grid, bins, 2)
+        shares = np.exp(-losses)  # (grid, bins, 2)
         squares = np.square(shares).sum(2)[:, None]  # (grid, 1, bins)
         along = (shares * counts).sum(2)[:, None]
         before = records * shapes  # (shapes, bins)
@@ -263,13 +263,15 @@ class Posterior:
         return shares
 
 
-def _grid(
+@functools.cache  # they are the same for all counts
+def _choices(
     slopes: tuple[float, float, int], intercepts: tuple[float, float, int], *, signed: bool
-) -> tuple[Floats, Floats]:
-    """Return all slopes and intercepts of a grid, shape (grid,) each."""
+) -> tuple[Floats, Floats, Floats]:
+    """Return all slopes and intercepts of a grid, shape (grid,) each, and their losses."""
     of_intercepts = np.linspace(*intercepts) if signed else np.zeros(1)
     both = np.meshgrid(np.exp(np.linspace(*slopes)), of_intercepts, indexing="ij")
-    return both[0].ravel(), both[1].ravel()
+    chosen = both[0].ravel(), both[1].ravel()
+    return *chosen, _losses(np.array(SIGNED_MIDDLES if signed else MIDDLES), *chosen)
 
 
 def _losses(middles: Floats, slopes: Floats, intercepts: Floats) -> Floats:
