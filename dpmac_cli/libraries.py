@@ -12,6 +12,7 @@ __all__ = (
     "efficientnet_lite",
     "fft",
     "fused_adam",
+    "interpolate",
     "jinja2",
     "markdown_it",
     "matplotlib",
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     from dp_accounting.rdp import rdp_privacy_accountant
     from matplotlib import figure as mpl_figure
-    from scipy import fft, optimize, signal, special, stats
+    from scipy import fft, interpolate, optimize, signal, special, stats
     from sklearn import datasets as sklearn_datasets
     from sklearn import metrics as sklearn_metrics
     from torch.optim import adam as fused_adam
@@ -70,6 +71,7 @@ else:
     efficientnet_lite = OnFirstUse("efficientnet_lite_pytorch")
     fft = OnFirstUse("scipy.fft")
     fused_adam = OnFirstUse("torch.optim.adam")
+    interpolate = OnFirstUse("scipy.interpolate")
     jinja2 = OnFirstUse("jinja2")
     markdown_it = OnFirstUse("markdown_it")
     matplotlib = OnFirstUse("matplotlib")

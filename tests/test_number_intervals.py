@@ -13,8 +13,9 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.tasks.bins import at_least_0
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.residuals import EDGES, ENDS, Residuals, at_least_0, cells
+from dpmac_cli.tasks.residuals import EDGES, ENDS, Residuals, cells
 from tests.typed import dpmac
 
 Floats = NDArray[np.floating[Any]]
@@ -40,7 +41,17 @@ def uneven(x: Floats, draws: np.random.Generator) -> Floats:
     return x[:, 0] + 2 * x[:, 1] * draws.standard_normal(len(x))
 
 
-TABLES = (normal, skewed, flat, heavy, uneven)
+def peaked(x: Floats, draws: np.random.Generator) -> Floats:
+    """Two narrow peaks, of which no record says in which it is."""
+    return x[:, 0] + draws.choice([-1.5, 1.5], len(x)) + 0.1 * draws.standard_normal(len(x))
+
+
+def sharp(x: Floats, draws: np.random.Generator) -> Floats:
+    """A sharp edge below, and a tail above."""
+    return 2 * x[:, 0] + draws.exponential(0.7, len(x))
+
+
+TABLES = (normal, skewed, flat, heavy, uneven, peaked, sharp)
 
 
 def table(of: Any, records: int = 5000) -> dpmac_cli.ArrayData:
@@ -61,7 +72,9 @@ def train(of: Any, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("of", TABLES)
 def test_intervals_have_the_share_of_test_targets_that_they_promise(of: Any) -> None:
     report = train(of)
-    assert report["test"]["interval_coverage"] == pytest.approx(0.9, abs=0.03)
+    # Bins are coarse at an edge: its interval has up to five points too many.
+    within = 0.05 if of is sharp else 0.03
+    assert report["test"]["interval_coverage"] == pytest.approx(0.9, abs=within)
     events = report["privacy"]["events"]
     assert [event["histogram"] for event in events] == [False, True]
     assert report["privacy"]["epsilon"] <= 3

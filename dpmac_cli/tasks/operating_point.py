@@ -6,13 +6,13 @@ from the noisy histogram of a calibration, so it costs nothing more.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.libraries import np, special
+from dpmac_cli.tasks.bins import at_least_0, cumulative
 from dpmac_cli.tasks.calibration import SIGNED_EDGES, Calibration
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class OperatingPoint:
         counts, drawn = _known(calibration), np.random.default_rng(0)
         found = list[float]()
         for _ in range(DRAWS):
-            again = (counts + calibration.noise * drawn.standard_normal(counts.shape)).clip(0)
+            noise = calibration.noise * drawn.standard_normal(counts.shape)
+            again = _at_least_0(counts + noise)
             point = self.log_odds
             if (asked := SENSITIVITY.fullmatch(self.asked)) is not None:
                 point = _at_sensitivity(again, float(asked[1]))
@@ -145,7 +146,12 @@ def _line(calibration: Calibration | None) -> tuple[float, float]:
 
 def _known(calibration: Calibration) -> Counts:
     """Return counts of records, none of which is negative, shape (bins, 2)."""
-    return np.array(calibration.counts).clip(0)
+    return _at_least_0(np.array(calibration.counts))
+
+
+def _at_least_0(counts: Counts) -> Counts:
+    """Return the nearest counts of each label that are at least 0 and have the same sum."""
+    return np.stack([at_least_0(counts[:, label]) for label in (0, 1)], 1)
 
 
 def _shares(counts: Counts) -> tuple[float, float]:
@@ -157,18 +163,12 @@ def _shares(counts: Counts) -> tuple[float, float]:
 
 
 def _share_below(counts: Counts, odds: float) -> float:
-    """Return the share of records, shape (bins,), at or below log-odds: evenly spread in a bin."""
-    total = float(counts.sum())
-    if total <= 0:
-        return 0.5
-    return float(np.interp(odds, ENDS, np.append(0.0, np.cumsum(counts)) / total))
+    """Return the share of records, counts of shape (bins,), at or below log-odds."""
+    places, shares = cumulative(counts, ENDS)
+    return float(np.interp(odds, places, shares))
 
 
 def _at_sensitivity(counts: Counts, sensitivity: float) -> float:
     """Return the log-odds above which this share of the last class is."""
-    total = float(counts[:, 1].sum())
-    if total <= 0:
-        return 0.0
-    below = np.append(0.0, np.cumsum(counts[:, 1])) / total
-    found = float(np.interp(1 - sensitivity, below, ENDS))
-    return found if math.isfinite(found) else 0.0
+    places, shares = cumulative(counts[:, 1], ENDS)
+    return float(np.interp(1 - sensitivity, shares, places))

@@ -1,8 +1,6 @@
 """Intervals for numbers: quantiles of residuals, from a noisy histogram of the training records.
 
 A residual is a target minus its prediction, both scaled to [-1, 1]. The bins are finest around 0.
-Negative counts, which the noise makes, are removed without moving the total: the counts are
-projected to those that are at least 0 and have the same sum. So empty bins do not add up to a tail.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.libraries import np
+from dpmac_cli.tasks.bins import at_least_0, cumulative
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,9 +41,8 @@ class Residuals:
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
         """Return the residuals between which this share of the targets is, as many on each side."""
-        found = at_least_0(np.array(self.counts))
-        below = np.append(0.0, np.cumsum(found)) / found.sum()
-        low, high = np.interp([(1 - level) / 2, (1 + level) / 2], below, ENDS)
+        places, shares = cumulative(at_least_0(np.array(self.counts)), ENDS)
+        low, high = np.interp([(1 - level) / 2, (1 + level) / 2], shares, places)
         return float(low), float(high)
 
 
@@ -59,13 +57,3 @@ def cells(outputs: Floats, targets: Floats) -> NDArray[np.int64]:
     lost = np.isnan(residuals)
     bins = np.searchsorted(EDGES, np.where(lost, 0.0, residuals), side="right")
     return np.where(lost, -1, bins)
-
-
-def at_least_0(counts: Floats) -> Floats:
-    """Return the nearest counts that are at least 0 and have the same sum, or 1 if that is less."""
-    total = max(float(counts.sum()), 1.0)
-    falling = np.sort(counts)[::-1]
-    excess = (np.cumsum(falling) - total) / np.arange(1, len(counts) + 1)
-    last = int(np.flatnonzero(falling > excess)[-1])
-    nearest: Floats = (counts - excess[last]).clip(0)
-    return nearest

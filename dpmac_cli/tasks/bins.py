@@ -1,0 +1,46 @@
+"""Distributions from noisy counts of bins.
+
+Negative counts, which the noise makes, are removed without moving the total: the counts are
+projected to those that are at least 0 and have the same sum. So empty bins do not add up to a tail.
+Within a bin, the cumulative share is between a straight line and a monotone cubic (Fritsch and
+Carlson 1980): in an outer bin, most records are nearer to the middle than to the far end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dpmac_cli.libraries import interpolate, np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.floating[Any]]
+
+#: Points in each bin at which the cumulative share is computed, and weight of the cubic in it.
+POINTS, CURVED = 32, 0.6
+
+
+def at_least_0(counts: Floats) -> Floats:
+    """Return the nearest counts that are at least 0 and have the same sum, or 1 if that is less."""
+    total = max(float(counts.sum()), 1.0)
+    falling = np.sort(counts)[::-1]
+    excess = (np.cumsum(falling) - total) / np.arange(1, len(counts) + 1)
+    last = int(np.flatnonzero(falling > excess)[-1])
+    nearest: Floats = (counts - excess[last]).clip(0)
+    return nearest
+
+
+def cumulative(counts: Floats, ends: Sequence[float]) -> tuple[Floats, Floats]:
+    """Return places from the first of the ends of bins to the last, and the shares below them.
+
+    ``counts`` are at least 0, shape (bins,), with a positive sum.
+    """
+    below = np.append(0.0, np.cumsum(counts)) / counts.sum()
+    inside = np.arange(POINTS * len(counts) + 1) / POINTS
+    places = np.interp(inside, np.arange(len(ends)), ends)
+    straight, curve = np.interp(places, ends, below), interpolate.PchipInterpolator(ends, below)
+    shares: Floats = (1 - CURVED) * straight + CURVED * curve(places)
+    return places, shares
