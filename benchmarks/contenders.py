@@ -312,7 +312,7 @@ def ours(
         noise = Noise(keys.noise, secure=secure)
     model = size.build().to(data.gain.device)
     event, processes = config.event.first(10**6), ranks or Ranks()
-    count = places_of(event, len(data.train), config.settings.delta, processes.size)
+    count = places_of(event, len(data.train), processes.size)
     places = RandomPlaces(keys.layers, count, processes.rank)
     with full_float32():
         trainer = Trainer(

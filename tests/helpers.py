@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.places import places_of
+from dpmac_cli.accounting.places import overflow_of, places_of
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.facts import DataFacts, InMemoryData, PrivateNotes, published_facts
@@ -266,9 +266,10 @@ def make_trainer(
     layers = LayerDraws(keys.layers) if drawn else None
     plan = replace(plan, optimizer=optimizer_of(name, **hyper))
     rate = min(1.0, batch / records)
-    event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6)
+    overflow = overflow_of(plan.settings.delta)
+    event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6, overflow=overflow)
     ranks_of = ranks or Ranks()
-    count = places_of(event, records, plan.settings.delta, ranks_of.size)
+    count = places_of(event, records, ranks_of.size)
     places = RandomPlaces(keys.layers, count, ranks_of.rank)
     with full_float32():
         return Trainer(

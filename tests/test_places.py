@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ from scipy.stats import binom, chisquare
 from torch import Tensor, nn
 
 from dpmac_cli import ball, clipped_grad
-from dpmac_cli.accounting.accountants import ROUNDING, _priced, total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.places import MOST_OVERFLOW, OVERFLOW, log_tail, places_of
+from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.accountants import ROUNDING, total_epsilon
+from dpmac_cli.accounting.events import MOST_OVERFLOW, TrainingEvent
+from dpmac_cli.accounting.places import OVERFLOW, log_tail, overflow_of, places_of
+from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.order_of_sums import _ordinary, _showing_order
+from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.sampling import RandomPlaces
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from tests.helpers import make_trainer, planned, tiny_data, walk
@@ -42,9 +46,10 @@ def test_a_composition_has_more_records_than_places_as_rarely_as_delta_allows(
     sampler: str, records: int, batch: int, ranks: int, delta: float
 ) -> None:
     per_epoch = math.ceil(records / batch)
-    event = TrainingEvent(batch / records, 1.0, 1000, sampler, per_epoch)
-    places = places_of(event, records, delta, ranks)
     allowed, share = min(OVERFLOW * delta, MOST_OVERFLOW), math.ceil(records / ranks)
+    assert overflow_of(delta) == allowed
+    event = TrainingEvent(batch / records, 1.0, 1000, sampler, per_epoch, overflow=allowed)
+    places = places_of(event, records, ranks)
     once = sampler == "random-allocation"
     rate, times = (1 / per_epoch, per_epoch) if once else (event.sampling_rate, 1)
     # One of as many places is for the record that another run has more.
@@ -55,7 +60,11 @@ def test_a_composition_has_more_records_than_places_as_rarely_as_delta_allows(
 
 
 def test_a_full_batch_has_a_place_for_one_record_more() -> None:
-    assert places_of(TrainingEvent(1.0, 1.0, 10), 128, DELTA) == 129
+    assert places_of(TrainingEvent(1.0, 1.0, 10, overflow=MOST_OVERFLOW), 128) == 129
+
+
+def test_without_an_overflow_that_is_covered_there_is_a_place_for_every_record() -> None:
+    assert places_of(TrainingEvent(0.01, 1.0, 10), 1000) == 1001
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.01, 0.3, 0.999])
@@ -72,14 +81,39 @@ def test_the_tail_is_an_upper_bound_that_is_nearly_exact(rate: float) -> None:
 @pytest.mark.parametrize("delta", [0.1, DELTA, 1e-16])
 def test_delta_covers_more_records_than_places(delta: float) -> None:
     """Where it is taken off by rounding, and by RDP, which takes off nothing else."""
-    assert min(OVERFLOW * delta, MOST_OVERFLOW) + 4e-17 <= ROUNDING
-    event = TrainingEvent(0.01, 1.0, 1_000_000)
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr("dpmac_cli.accounting.accountants.OVERFLOW", 0.0)
-        without = [total_epsilon((event,), d, "rdp") for d in (delta, delta * (1 - 1e-7))]
-        _priced.cache_clear()
-    assert without[0] < total_epsilon((event,), delta, "rdp")
-    assert total_epsilon((event,), delta, "rdp") == pytest.approx(without[1], rel=1e-12)
+    steps, overflow = 1_000_000, overflow_of(delta)
+    assert MOST_OVERFLOW + 4e-17 <= ROUNDING
+    plain = TrainingEvent(0.01, 1.0, steps)
+    without = [total_epsilon((plain,), d, "rdp") for d in (delta, delta - overflow * steps)]
+    assert without[0] < without[1]
+    placed = replace(plain, overflow=overflow)
+    assert total_epsilon((placed,), delta, "rdp") == without[1]
+    with pytest.raises(InputError, match="overflow must be from 0 to 5e-16"):
+        replace(plain, overflow=2 * MOST_OVERFLOW)
+
+
+@pytest.mark.promise("price")
+def test_a_composition_covers_the_places_of_all_trainings() -> None:
+    """Each has as many as its own delta allows, which may be larger than that of the whole."""
+    small, steps = 1e-16, 50
+    parts = [TrainingEvent(0.01, s, steps, overflow=overflow_of(DELTA)) for s in (3.0, 4.0)]
+    plain = tuple(replace(part, overflow=0.0) for part in parts)
+    account = Account(event=parts[0], earlier=(done(parts[1]),), delta=2 * small)
+    account.begin(account.steps(steps))
+    assert account.epsilon == total_epsilon(plain, small) < math.inf
+    account.delta = small
+    assert math.isinf(account.epsilon)
+
+
+@pytest.mark.promise("price")
+def test_a_search_covers_the_places_of_all_trials() -> None:
+    """Their number is that of a training at delta, and a trial costs what it does at less."""
+    trials, delta, steps = trials_of(1000), 1e-17, 1_000_000
+    plain = TrainingEvent(0.01, 1.0, steps)
+    placed = replace(plain, overflow=overflow_of(delta))
+    found = Search(trials, ((placed,),)).trial_epsilon(delta / trials.mean)
+    kept = delta / trials.mean - steps * overflow_of(delta)
+    assert found == total_epsilon((plain,), kept) > total_epsilon((plain,), delta / trials.mean)
 
 
 # Draws.

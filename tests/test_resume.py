@@ -16,6 +16,7 @@ from torch import Tensor
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.errors import InputError
@@ -310,6 +311,16 @@ def test_a_resume_into_another_folder_reuses_no_draw(
     assert [event["steps"] for event in finished.report["privacy"]["events"]] == [21, after]
 
 
+@pytest.mark.promise("price")
+def test_a_smaller_delta_covers_the_random_places_of_the_run_before() -> None:
+    """Which had as few as 1e-5 allows."""
+    first = finish(run.train(start(out="run")))
+    tiny = {"steps": "25", "delta": "1e-17", "out": "second"}
+    assert finish(run.resume(first.folder, tiny)).report["privacy"]["epsilon"] is None
+    alone = finish(run.train(start(out="alone", delta="1e-17")))
+    assert alone.report["privacy"]["epsilon"] < 100
+
+
 @pytest.mark.promise("resume")
 def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
     first = finish(run.train(start(out="run")))
@@ -317,9 +328,9 @@ def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
     second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8", "out": "second"}))
     third = finish(run.resume(second.folder, {"steps": "50", "out": "third"}))
     events = (
-        TrainingEvent(RATE, SIGMA, 21, "poisson", 12),
-        TrainingEvent(RATE, 8.0, 19, "poisson", 12),
-        TrainingEvent(RATE, 8.0, 10, "poisson", 12),
+        TrainingEvent(RATE, SIGMA, 21, "poisson", 12, overflow=overflow_of(1e-5)),
+        TrainingEvent(RATE, 8.0, 19, "poisson", 12, overflow=overflow_of(1e-5)),
+        TrainingEvent(RATE, 8.0, 10, "poisson", 12, overflow=overflow_of(1e-5)),
     )
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import sys
 from dataclasses import replace
@@ -54,6 +55,16 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 def both(*privates: Any) -> float:
     events = tuple(p.plan.event.first(p._step.state.step) for p in privates)
     return total_epsilon(events, privates[0].plan.settings.delta)
+
+
+@pytest.mark.promise("price")
+def test_delta_covers_the_random_places_of_earlier_trainings() -> None:
+    """Which had as few as their own delta allows."""
+    tiny = 3e-18
+    assert math.isfinite(trained(network(), delta=tiny).epsilon)
+    net = network()
+    trained(net)  # at 1e-5
+    assert math.isinf(trained(net, delta=tiny).epsilon)
 
 
 def counts_of(net: nn.Module) -> dict[str, int]:

@@ -23,7 +23,6 @@ from dpmac_cli.accounting.events import (
     by_records,
     merged,
 )
-from dpmac_cli.accounting.places import OVERFLOW
 from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import (
     dp_accounting,
@@ -172,7 +171,7 @@ def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
         math.sqrt(0.5 / ROUNDING / sum(e.compositions for e in parts))
     )
     done = dp_accounting.ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
-    kept = delta * (1 - OVERFLOW * sum(e.compositions for e in parts))
+    kept = delta - sum(e.overflow * e.compositions for e in parts)
     if kept <= 0:
         return math.inf
     # It leaves out the orders at which a series does not converge, with a warning each time.

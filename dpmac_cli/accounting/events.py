@@ -18,6 +18,9 @@ LEAST_NOISE = 0.4
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
 #: Largest number of steps of an event, and of steps per epoch, exact in float64.
 MOST_STEPS, MOST_COUNT = 10_000_000, 1 << 53
+#: Largest probability that a composition draws more records than it has random places for. With
+#: rounding, it is what :data:`~.accountants.ROUNDING` takes from delta.
+MOST_OVERFLOW = 5e-16
 #: Adjacency of every privacy cost: neighbours differ by one record.
 ADJACENCY = "add-or-remove-one"
 
@@ -60,7 +63,10 @@ Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 #: Keys that an event in a file must have, because their defaults may change the privacy cost.
-IN_FILES = ("sampling_rate", "noise_multiplier", "steps", "sampler", "steps_per_epoch")
+IN_FILES = (
+    *("sampling_rate", "noise_multiplier", "steps", "sampler", "steps_per_epoch"),
+    "overflow",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class TrainingEvent:
             too low.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid",
         allow_inf_nan=False,
         revalidate_instances="always",
@@ -99,6 +105,8 @@ class TrainingEvent:
     histogram: bool = False
     """Whether noisy counts of records in the cells of a histogram were released, instead of clipped
     sums of gradients."""
+    overflow: Annotated[float, Field(ge=0, le=MOST_OVERFLOW)] = 0.0
+    """Probability that a composition has more records than random places, which delta covers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +123,8 @@ class TrainingEvent:
             yield f"sampling_rate must be from 0 to 1, not {self.sampling_rate!r}."
         if not self.noise_multiplier >= 0:
             yield f"noise_multiplier must be at least 0, not {self.noise_multiplier!r}."
+        if not 0 <= self.overflow <= MOST_OVERFLOW:
+            yield f"overflow must be from 0 to {MOST_OVERFLOW:g}, not {self.overflow!r}."
         counts = {"steps": (self.steps, 0), "steps_per_epoch": (self.steps_per_epoch, 1)}
         for name, (number, least) in counts.items():
             if not number >= least:

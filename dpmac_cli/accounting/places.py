@@ -7,32 +7,38 @@ so rare that all such steps of a run together have a share of its delta that acc
 
 import math
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import MOST_OVERFLOW, TrainingEvent
 
-#: Probability that a composition draws too many records, relative to delta, and at most. Together
-#: with rounding, the latter is what :data:`~.accountants.ROUNDING` takes from delta.
-OVERFLOW, MOST_OVERFLOW = 1e-13, 5e-16
+#: Probability that a composition draws too many records, relative to delta.
+OVERFLOW = 1e-13
 #: Standard deviations above the mean at which the search for a number of places begins.
 FIRST = 5
 
 
-def places_of(event: TrainingEvent, records: int, delta: float, ranks: int = 1) -> int:
+def overflow_of(delta: float) -> float:
+    """Return the probability that a composition has too few places, with a guarantee at delta."""
+    return min(OVERFLOW * delta, MOST_OVERFLOW)
+
+
+def places_of(event: TrainingEvent, records: int, ranks: int = 1) -> int:
     """Return the number of places for the records of a step, at least one more than B.
 
     Others than one record are fewer than that in all steps of a composition, except with
-    probability ``min(OVERFLOW * delta, MOST_OVERFLOW)``. With B = n there is no such exception.
+    probability ``event.overflow``, which its privacy cost covers. With B = n, or without such a
+    probability, there is a place for every record.
 
     Args:
         event: event of the training, whose noise does not matter.
         records: number n of records or units; one of them may be added.
-        delta: delta of the guarantee.
         ranks: number of processes, each with a share of the records and places of its own.
     """
-    allowed, rate = min(OVERFLOW * delta, MOST_OVERFLOW) / ranks, event.sampling_rate
+    allowed, rate = event.overflow / ranks, event.sampling_rate
     if event.sampling.once_an_epoch:
         rate = 1 / event.steps_per_epoch
         allowed /= event.steps_per_epoch
     share = -(-records // ranks)
+    if allowed == 0:
+        return share + 1
     mean = share * rate
     places = math.ceil(mean + FIRST * math.sqrt(mean * (1 - rate))) + 1
     while places <= share and log_tail(share, rate, places) > math.log(allowed):

@@ -16,6 +16,7 @@ from rich.text import Text
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, accountant_name
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
@@ -151,7 +152,12 @@ def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
             question.sigma or (0.0,), sizes.lengths, USED[question.accountant]
         ):
             event = TrainingEvent(
-                batch / size, sigma, steps, question.sampler, math.ceil(size / batch)
+                batch / size,
+                sigma,
+                steps,
+                question.sampler,
+                math.ceil(size / batch),
+                overflow=overflow_of(question.delta),
             )
             ranges, histogram = histograms_of(target, question.delta, event, sizes.shares, size)
             others = (*ranges, *histogram)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise, noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event, score_event
+from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
 from dpmac_cli.config.datasets import Dataset
@@ -253,7 +254,14 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
     steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
     rate = settings.batch_size / (records + (settings.canaries or 0) / 2)
     rate = min(1.0, rate)  # a batch that is too large is refused with all other faults
-    return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
+    return TrainingEvent(
+        rate,
+        settings.sigma or 0.0,
+        steps,
+        settings.sampler,
+        per_epoch,
+        overflow=overflow_of(settings.delta),
+    )
 
 
 #: Shares of mu^2 of the whole run, mu being that of Gaussian differential privacy: of a histogram

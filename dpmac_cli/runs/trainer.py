@@ -213,7 +213,7 @@ def make_trainer(
         check_loss(loss, outputs.to(device), labels.to(device))
     settings, ranks = plan.settings, ranks or Ranks()
     records = plan.facts.train_size + (settings.canaries or 0)
-    count = places_of(plan.event, records, settings.delta, ranks.size)
+    count = places_of(plan.event, records, ranks.size)
     places = RandomPlaces(keys.layers, count, ranks.rank)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or settings.augment is not None or plan.facts.unit

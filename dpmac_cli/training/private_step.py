@@ -358,7 +358,7 @@ class PrivateStep(PrivateProgram):
         rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
-            count = places_of(plan.event, plan.facts.train_size, plan.settings.delta)
+            count = places_of(plan.event, plan.facts.train_size)
             places = RandomPlaces(keys.layers, count)
             sums = BatchSum(objective, structure, draws, places, rows, batch, self._weigh)
             self._step = Step(

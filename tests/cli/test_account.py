@@ -13,6 +13,7 @@ from typer.testing import Result
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
@@ -79,6 +80,14 @@ def test_a_data_set_fills_in_sizes_and_epochs(name: str) -> None:
     (row,) = answered(f"--dataset {name} --sigma 6 --accountant rdp")
     rate, steps = {"digits": (RATE, 240), "cifar10": (512 / 50_000, 490)}[name]
     assert (row["sampling_rate"], row["steps"]) == (rate, steps)
+
+
+@pytest.mark.promise("price")
+def test_a_question_covers_steps_with_more_records_than_places() -> None:
+    """As the run that it is asked for."""
+    (row,) = answered("--dataset-size 60000 --batch-size 6 --sigma 1 --steps 1000000 --delta 1e-17")
+    plain = TrainingEvent(1e-4, 1.0, 1_000_000)
+    assert row["epsilon"] == total_epsilon((plain,), 1e-17 * (1 - 1e-7))
 
 
 # The other way round
@@ -157,7 +166,7 @@ def test_a_run_without_privacy_has_none(runs: Path) -> None:
 
 def test_another_delta_and_accountant_may_be_asked_of_a_run(runs: Path) -> None:
     path = runs / "finished"
-    event = TrainingEvent(RATE, 6.0, 3)
+    event = TrainingEvent(RATE, 6.0, 3, overflow=overflow_of(DELTA))
     (row,) = answered(f"{path} --delta 1e-6")
     assert (row["delta"], row["epsilon"]) == (1e-6, total_epsilon((event,), 1e-6))
     by = {row["accountant"]: row["epsilon"] for row in answered(f"{path} --accountant all")}
