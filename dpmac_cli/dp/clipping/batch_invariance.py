@@ -9,7 +9,7 @@ sum (:mod:`.order_of_sums`).
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 from dpmac_cli.dp.clipping.order_of_sums import OrderOfSums
-from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
+from dpmac_cli.dp.clipping.vmap_support import Constant, each_alone
 from dpmac_cli.dp.torch_errors import out_of_memory
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
@@ -109,15 +109,12 @@ def chunks_alike(run: RunNetwork, base: Batch, chunk: int, block: int = 1) -> bo
 
 
 def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
-    # Random numbers differ by place.
-    draws = _draws(run, base, min(numbers[0], LEAST_ROWS))
-
     def showing_order(rows: Batch) -> Any:
-        with OrderOfSums():  # type: ignore[no-untyped-call]
+        # Random numbers would differ by place.
+        with Constant(), OrderOfSums():  # type: ignore[no-untyped-call]
             return run(rows)
 
-    with constant_draws() if draws else nullcontext():
-        return rows_alike(showing_order, base, numbers)
+    return rows_alike(showing_order, base, numbers)
 
 
 def unaffected(
@@ -148,17 +145,6 @@ def unaffected(
             [(copy.deepcopy(run) if own else run)(row) for row in torch.split(rows, 1)]
         )
     return lambda rows: each(fill_rows(rows, count))[: len(rows)]
-
-
-@torch.no_grad()
-def _draws(run: RunNetwork, base: Batch, rows: int) -> bool:
-    """Return whether results differ with the seed of torch's random numbers."""
-    some, found = map_rows(itemgetter(slice(rows)), base), []
-    with torch.random.fork_rng():
-        for seed in range(2):
-            torch.manual_seed(seed)
-            found.append([x.clone() for x in tensors_in(run(some))])
-    return not all(map(_equal, *found))
 
 
 def some_numbers(chunk: int) -> list[int]:

@@ -92,7 +92,7 @@ def _reject_own_rule(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(OWN_RULE)
 
 
-class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Replaces random numbers by one half."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,5 +139,5 @@ class KeptResults(TorchFunctionMode):
 def constant_draws() -> Iterator[None]:
     """Make torch's random numbers one half, wherever they are drawn."""
     # The other kernels of attention draw and use random numbers in one operation.
-    with sdpa_kernel(SDPBackend.MATH), _Constant():  # type: ignore[no-untyped-call]
+    with sdpa_kernel(SDPBackend.MATH), Constant():  # type: ignore[no-untyped-call]
         yield
