@@ -11,7 +11,6 @@ __all__ = (
     "dp_accounting",
     "efficientnet_lite",
     "fft",
-    "fused_adam",
     "interpolate",
     "jinja2",
     "markdown_it",
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from scipy import fft, interpolate, optimize, signal, special, stats
     from sklearn import datasets as sklearn_datasets
     from sklearn import metrics as sklearn_metrics
-    from torch.optim import adam as fused_adam
     from torch.utils import data as torch_data
     from torchvision import datasets as vision_datasets
     from torchvision import models as vision_models
@@ -70,7 +68,6 @@ else:
     dp_accounting = OnFirstUse("dp_accounting")
     efficientnet_lite = OnFirstUse("efficientnet_lite_pytorch")
     fft = OnFirstUse("scipy.fft")
-    fused_adam = OnFirstUse("torch.optim.adam")
     interpolate = OnFirstUse("scipy.interpolate")
     jinja2 = OnFirstUse("jinja2")
     markdown_it = OnFirstUse("markdown_it")

@@ -220,7 +220,8 @@ def _scaled(region: Ellipsoid, variance: Tensor, times: float = 1.0) -> Ellipsoi
     ``variance`` may be given ``times`` a constant: the sum divided by it gives the same b.
     """
     inverse = torch.rsqrt(variance, out=region.inverse)
-    return replace(region, inverse=inverse, factor=variance.dot(inverse) / times)
+    # Faster than variance.dot(inverse), and rounded less.
+    return replace(region, inverse=inverse, factor=(variance * inverse).sum() / times)
 
 
 def paper_kappa(t: int, beta: float) -> float:

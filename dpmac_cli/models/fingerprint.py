@@ -4,7 +4,7 @@ Validation holds for the network that it saw. A program may change that network 
 mistake, and the network may change itself in a step, by which it could carry a record to the next.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -49,6 +49,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 #: weights that a recurrent layer makes again when one of them was replaced for a moment, and
 #: attributes whose tensors are compared one by one.
 PASSED_OVER = ("_dpmac_", "_is_torch_compile", "_flat_weight", "_parameters", "_buffers")
+#: Types of containers of which a module has many that are empty, such as those of its hooks.
+DICTS = (dict, OrderedDict)
 #: Hooks of all modules of the process.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     *(of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks),
@@ -131,12 +133,16 @@ class Fingerprint:
             for key, value in vars(module).items():
                 if key.startswith(PASSED_OVER):
                     continue
-                if isinstance(value, PLAIN):
+                kind = type(value)
+                if kind in PLAIN or isinstance(value, PLAIN):
                     found[name, key] = value
-                    continue
-                items = _inside(value)
-                kept.append((value, items))
-                found[name, key] = self._plainly(value, items)
+                elif kind in DICTS and not value:
+                    kept.append(value)
+                    found[name, key] = (id(value),)
+                else:
+                    items = _inside(value)
+                    kept.append((value, items))
+                    found[name, key] = self._plainly(value, items)
             for key, tensor in chain(module._parameters.items(), module._buffers.items()):
                 if tensor is not None:
                     found[name, key] = self._place(tensor)

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.matmul import matmul
+from dpmac_cli.dp.clipping.matmul import matmul, multiply
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
-
-#: Numbers of a product that are copied to their place at a time: 8 MiB of float32.
-COPIED = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -56,16 +53,12 @@ class OuterProducts:
         return SquaredNorms(value, slack, reach)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute (c grad_output)^T a, some outputs at a time."""
+        """Compute (c grad_output)^T a."""
         weighted = kept(self.grad_output * c.view(-1, 1, 1), valid).view(
             -1, self.grad_output.shape[2]
         )
-        inputs = kept(self.a, valid).view(-1, self.a.shape[2]).T
         weight, bias = self._split(out)
-        rows = max(1, COPIED // len(inputs))
-        parts = (torch.split(t, rows) for t in (weight, weighted.T.contiguous()))
-        for to, grad_output in zip(*parts, strict=True):
-            to.copy_(matmul(grad_output, inputs))
+        multiply(weighted, kept(self.a, valid).view(-1, self.a.shape[2]), weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
