@@ -34,11 +34,11 @@ from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
-from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.

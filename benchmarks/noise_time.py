@@ -12,7 +12,7 @@ from common import INSTRUCTIONS, Step, force, in_turn, machine, parser_of
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.training.memory import keep_freed_memory
 
 SIZE, ROUNDS = 795_010, 200
 

@@ -1,6 +1,7 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
 import copy
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
-from dpmac_cli.training import private_program, private_step
+from dpmac_cli.training import memory, private_program, private_step
 from dpmac_cli.training.chunks import BatchSum
 from tests.helpers import equal_keys, without
 from tests.test_resume import Draws
@@ -852,3 +854,17 @@ def test_a_batch_far_larger_than_stated_is_refused() -> None:
 def test_a_name_of_another_library_is_answered_with_that_of_dpmac() -> None:
     with pytest.raises(InputError, match=r"In dpmac it is called (--)?sigma"):
         started(noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(("chosen", "calls"), [({}, 2), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, 0)])
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(
+    chosen: dict[str, str], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in memory.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    libc = MagicMock()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    memory.keep_freed_memory()
+    assert libc.mallopt.call_count == calls

@@ -13,7 +13,7 @@ from dpmac_cli.config.flags import SomePath, is_given
 from dpmac_cli.config.settings import SETTINGS, Config, Settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
 from dpmac_cli.files import to_json
-from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.training.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from dpmac_cli.release.publish import Finished

@@ -27,10 +27,10 @@ from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import begun_events
-from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
+from dpmac_cli.training.memory import keep_freed_memory
 
 #: Seconds between requests to stop.
 PATIENCE = 0.2

@@ -25,6 +25,7 @@ from dpmac_cli.training.carried_accounts import (
     accounts_of,
 )
 from dpmac_cli.training.distributed import check_single_process
+from dpmac_cli.training.memory import keep_freed_memory
 from dpmac_cli.training.step import Step
 
 #: Private note on weights that were cut.
@@ -57,6 +58,7 @@ class PrivateProgram(Unshared):
         ``notes`` are messages, and ``on_records`` are about the records.
         """
         check_single_process()
+        keep_freed_memory()
         self._plan, self._notes, self._on_records = plan, notes, on_records
         self._account = Account(
             event=plan.event,

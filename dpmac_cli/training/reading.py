@@ -16,6 +16,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -142,7 +144,7 @@ class Reader:
         """Return records that draw random numbers from one stream."""
         if self._form is None:
             return joined(self._structure, map(self._records.row, numbers.tolist()))
-        records = (self._records.dataset[number] for number in numbers.tolist())
+        records = map(partial(getitem, self._records.dataset), numbers.tolist())
         try:
             return self._form.batch_of(records, len(numbers))
         except (MemoryError, KeyboardInterrupt):

@@ -3,6 +3,7 @@
 In each way, a record's row depends on that record alone, and has the shape and type of the others.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.randomness.sampling import Indices
+
+#: Types whose numbers Python represents exactly.
+EXACT = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
 
 
 class Fault(NamedTuple):
@@ -142,18 +146,27 @@ class Form:
         names = parts_by_name(self.structure.template)
         _, spec = tree_flatten(self.structure.template)
         columns = [
-            Column(name, like, kind, count)
+            column_of(name, like, kind, count)
             for (name, like), kind in zip(names.items(), self.kinds, strict=True)
         ]
+        puts, parted = [column.put for column in columns], self._parted
         with torch.no_grad():
             for place, record in enumerate(records):
-                parts = _parts_of(record, self.nesting)
+                is_parted = type(record) is parted and len(record) == len(puts)
+                parts = record if is_parted else _parts_of(record, self.nesting)
                 if parts is None:
                     return Fault(_other_parts(record, self.structure))
-                for column, part in zip(columns, parts, strict=True):
-                    if not column.put(place, part):
-                        return Fault(column.fault(part))
-        return tree_unflatten([column.rows for column in columns], spec)
+                for put, part in zip(puts, parts, strict=True):
+                    if not put(place, part):
+                        return Fault(columns[puts.index(put)].fault(part))
+            rows = [column.rows() for column in columns]
+        return tree_unflatten(rows, spec)
+
+    @property
+    def _parted(self) -> Any:
+        """Return the type of a record that is a list or a tuple of its parts; None for others."""
+        is_flat = isinstance(self.nesting, list | tuple) and not any(self.nesting)
+        return type(self.nesting) if is_flat else None
 
 
 def _parts_of(record: Any, nesting: Any) -> Sequence[Any] | None:
@@ -181,49 +194,108 @@ def _is_stackable(part: Any) -> bool:
     return isinstance(part, np.ndarray | np.number | np.bool_) or type(part) in (int, float, bool)
 
 
-class Column:
+class Column(ABC):
     """Rows of one part of the records of a batch.
 
-    Attributes:
+    Args:
         name: place of the part in the batch.
-        rows: the rows, shape (records, ...).
+        like: a batch with the shape and type of the rows.
+        kind: type of the part in the first record.
+        count: number of records.
     """
 
     def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
-        self.name, self._like = name, like
-        self._kind: Any = kind
-        self.rows = like.new_empty((count, *like.shape[1:]))
-        self._tensors = issubclass(kind, Tensor)
-        self._number = not self._tensors and kind is not np.ndarray
-        self._shape = like.shape[1:]
-        stacked: Any = self.rows if self._tensors else self.rows.numpy()
-        self._dtype = stacked.dtype
-        self._places: Any = self.rows.unbind() if self._tensors else stacked
+        self.name, self.like = name, like
+        self.kind: Any = kind
+        self.made = like.new_empty((count, *like.shape[1:]))
 
+    @abstractmethod
     def put(self, place: int, value: Any) -> bool:
         """Write the part of a record; return whether it has the shape and type of the rows."""
-        if type(value) is not self._kind:
-            return self._put_alone(place, value)
-        if not (self._number or (value.shape == self._shape and value.dtype == self._dtype)):
-            return False
-        if self._tensors:
-            self._places[place].copy_(value)
-        else:
-            self._places[place] = value
-        return True
 
-    def _put_alone(self, place: int, value: Any) -> bool:
+    def rows(self) -> Tensor:
+        """Return the rows, shape (records, ...), once all are written."""
+        return self.made
+
+    def put_alone(self, place: int, value: Any) -> bool:
         """Write a part of another class, such as an int64 of NumPy among ints of Python."""
         row = default_collate([value])
-        fits = isinstance(row, Tensor) and row.dtype == self.rows.dtype
-        if not fits or row.shape != self._like.shape:
+        fits = isinstance(row, Tensor) and row.dtype == self.made.dtype
+        if not fits or row.shape != self.like.shape:
             return False
-        self.rows[place] = row[0]
+        self.made[place] = row[0]
         return True
 
     def fault(self, value: Any) -> str:
         """Return why a part cannot be used."""
-        return _other_rows(self.name, default_collate([value]), self._like)
+        return _other_rows(self.name, default_collate([value]), self.like)
+
+
+class TensorColumn(Column):
+    """Rows of tensors."""
+
+    def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
+        super().__init__(name, like, kind, count)
+        self._shape, self._dtype, self._places = like.shape[1:], like.dtype, self.made.unbind()
+
+    def put(self, place: int, value: Any) -> bool:
+        """Copy a tensor to its row."""
+        if type(value) is not self.kind:
+            return self.put_alone(place, value)
+        if value.dtype is not self._dtype or value.shape != self._shape:
+            return False
+        self._places[place].copy_(value)
+        return True
+
+
+class ScalarColumn(Column):
+    """Rows of tensors without a dimension, such as labels. A number takes less time than a copy."""
+
+    def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
+        super().__init__(name, like, kind, count)
+        self._dtype, self._numbers = like.dtype, list[Any]()
+
+    def put(self, place: int, value: Any) -> bool:
+        """Note the number of a tensor."""
+        if type(value) is not self.kind:
+            row = default_collate([value])
+            if not isinstance(row, Tensor):
+                return False
+            value = row[0]
+        if value.dtype is not self._dtype or value.ndim:
+            return False
+        self._numbers.append(value.item())
+        return True
+
+    def rows(self) -> Tensor:
+        """Return the numbers, shape (records,)."""
+        return torch.tensor(self._numbers, dtype=self._dtype)
+
+
+class NumberColumn(Column):
+    """Rows of numbers of Python or NumPy, or of arrays."""
+
+    def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
+        super().__init__(name, like, kind, count)
+        self._places: Any = self.made.numpy()
+        self._shape, self._array = like.shape[1:], kind is np.ndarray
+
+    def put(self, place: int, value: Any) -> bool:
+        """Write a number, or an array of the shape and type of the rows."""
+        if type(value) is not self.kind:
+            return self.put_alone(place, value)
+        if self._array and (value.shape != self._shape or value.dtype != self._places.dtype):
+            return False
+        self._places[place] = value
+        return True
+
+
+def column_of(name: str, like: Tensor, kind: type, count: int) -> Column:
+    """Return the column for a part of records, whose type is ``kind``."""
+    if not issubclass(kind, Tensor):
+        return NumberColumn(name, like, kind, count)
+    scalar = kind is Tensor and like.ndim == 1 and like.dtype in EXACT
+    return (ScalarColumn if scalar else TensorColumn)(name, like, kind, count)
 
 
 def as_row(collated: Any) -> Any:
