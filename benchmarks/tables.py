@@ -339,7 +339,7 @@ class Table:
         return {name: {"type": column["type"]} for name, column in self.columns.items()}
 
     def declared(self, wider: float) -> dict[str, Any]:
-        """Return a schema whose ranges are so many times as wide, or one of kinds for 0."""
+        """Return a schema whose ranges are wider by that factor, or one of kinds for 0."""
         columns = {name: widened(column, wider) for name, column in self.columns.items()}
         label: dict[str, Any] = {"column": self.label}
         if self.classes:
