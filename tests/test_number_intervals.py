@@ -43,7 +43,9 @@ def uneven(x: Floats, draws: np.random.Generator) -> Floats:
 
 def peaked(x: Floats, draws: np.random.Generator) -> Floats:
     """Two narrow peaks, of which no record says in which it is."""
-    return x[:, 0] + draws.choice([-1.5, 1.5], len(x)) + 0.1 * draws.standard_normal(len(x))
+    return np.asarray(
+        x[:, 0] + draws.choice([-1.5, 1.5], len(x)) + 0.1 * draws.standard_normal(len(x))
+    )
 
 
 def sharp(x: Floats, draws: np.random.Generator) -> Floats:
