@@ -403,6 +403,15 @@ def test_an_account_prices_the_counts_beforehand(table: Path) -> None:
     assert format_epsilon(cost) == format_epsilon(made["privacy"]["epsilon"])
 
 
+def test_an_account_has_a_switch_for_ranges() -> None:
+    flags = ["account", "--dataset-size", "5000", "--batch-size", "5000", "--steps", "80", "--json"]
+    [row] = json.loads(dpmac(*flags, "--epsilon", "1", "--ranges").stdout)["rows"]
+    assert row["statement"].count("1 histogram with noise multiplier") == 3
+    assert row["epsilon"] <= 1
+    shown = dpmac(*flags[:-1], "--sigma", "35", "--ranges").stdout
+    assert "3, with noise multipliers" in shown
+
+
 def test_noise_that_was_given_keeps_its_epsilon_and_the_counts_add_to_it(table: Path) -> None:
     planned = plan(epsilon=None, sigma=4.0, epochs=4).plan
     alone = total_epsilon((planned.event,), planned.settings.delta)

@@ -312,7 +312,7 @@ def test_the_cost_is_known_beforehand(asked: dict[str, Any]) -> None:
     assert row["epsilon"] == total_epsilon(plan.planned, 1e-5)
     assert row["noise_multiplier"] == plan.event.noise_multiplier
     shown = dpmac("account", "--dataset", "digits", "--epochs", "2", *flags).stdout
-    assert f"one, with noise multiplier {plan.histogram.noise_multiplier:.10g}" in shown
+    assert f"1, with noise multiplier {plan.histogram.noise_multiplier:.10g}" in shown
 
 
 @pytest.mark.promise("histogram")

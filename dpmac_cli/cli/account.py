@@ -28,7 +28,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several, SomePath, is_given, lonely, valid
 from dpmac_cli.config.named import BEST, PAPER
-from dpmac_cli.config.plan import SHARE, Shares, histograms_of, shares_of_counts
+from dpmac_cli.config.plan import ROUNDS, SHARE, Shares, histograms_of, shares_of_counts
 from dpmac_cli.config.settings import (
     DELTA,
     HISTOGRAM,
@@ -72,6 +72,9 @@ class Question(Priced, frozen=True):
     """Noise multiplier."""
     epsilon: Several[Positive] | None = None
     """Target epsilon: solve for a setting that meets it."""
+    ranges: bool = False
+    """Count the records before training, to find ranges of columns that are not declared, at a
+    tenth of the budget (of mu^2)."""
     accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
     not_both = MappingProxyType({("epochs", "steps"): "", ("dataset", "dataset_size"): ""})
@@ -102,7 +105,8 @@ class Question(Priced, frozen=True):
         """Return the sizes of a run. Raises InputError."""
         size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
         notes = tuple[str, ...]()
-        shares: Shares = (), (SHARE,) * (self.calibration == HISTOGRAM)
+        before = ROUNDS if self.ranges else ()
+        shares: Shares = before, (SHARE,) * (self.calibration == HISTOGRAM)
         if size is None:
             shared = {name: self.explicit.get(name) for name in Priced.model_fields}
             lengths = {"epochs": self.epochs, "steps": self.steps}
@@ -112,7 +116,8 @@ class Question(Priced, frozen=True):
             run = Settings.model_validate({**shared, **given, **noise})
             found, notes = completed(run, facts), tuple(recipe_notes(run, facts))
             size, batch = facts.train_size, found.batch_size
-            shares = shares_of_counts(found, facts)
+            _, after = shares_of_counts(found, facts)
+            shares = before, after
             if not given and self.solve != "steps" and found.epochs is not None:
                 epochs = (found.epochs,)
         raise_errors(misfits("the dataset", size, batch, epochs or ()))
@@ -399,6 +404,17 @@ def _search(row: Row) -> str:
     return f"mean {mean:g}, at most {most:,}, each of epsilon {one}"
 
 
+def _histograms(events: Sequence[TrainingEvent]) -> str:
+    """Return the number of histograms and the noise multiplier of each; "" for none."""
+    noises = [
+        f"{event.noise_multiplier:.10g}"
+        + (f" at rate {event.sampling_rate:.4g}" if event.sampling_rate < 1 else "")
+        for event in events
+    ]
+    several = "s" * (len(noises) > 1)
+    return f"{len(noises)}, with noise multiplier{several} {', '.join(noises)}" if noises else ""
+
+
 #: Facts of a row by name; empty if not applicable.
 FACTS: Mapping[str, Callable[[Row], str]] = {
     "epsilon": lambda row: format_epsilon(row.epsilon),
@@ -411,12 +427,7 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "trials": _search,
     f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
-    "histogram": lambda row: ", ".join(
-        f"one, with noise multiplier {event.noise_multiplier:.10g}"
-        + (f", at rate {event.sampling_rate:.4g}" if event.sampling_rate < 1 else "")
-        for event in row.events
-        if event.histogram
-    ),
+    "histograms": lambda row: _histograms([event for event in row.events if event.histogram]),
     "sampler": lambda row: row.sampler,
     "adjacency": lambda row: row.adjacency,
     "accountant": lambda row: accountant_name(row.accountant),
