@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from scipy.stats import kstest, norm
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event
+from dpmac_cli.config import plan
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.features import counts
 from dpmac_cli.features.counts import (
     FIRST,
     ROUNDS,
-    column_events,
     distributions,
     exact_distributions,
-    target_events,
     target_moments,
     target_range,
 )
@@ -29,8 +29,16 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 
 Floats = NDArray[np.float64]
 Owners = NDArray[np.int64] | None
+
+
+def rounds_of(mu_squared: float) -> tuple[TrainingEvent, ...]:
+    """Events of three rounds, whose mu^2 add up to this."""
+    parts = (mu_squared * share for share in (0.2, 0.3, 0.5))
+    return tuple(histogram_event(1 / math.sqrt(part)) for part in parts)
+
+
 #: Events of the columns of a run for epsilon 1 at delta 1e-5, whose mu is 0.267.
-EVENTS = column_events(0.1 * 0.267**2)
+EVENTS = rounds_of(0.1 * 0.267**2)
 #: Columns, with the bounds in which the ends of their ranges are with 5,000 and 30,000 records, in
 #: nine of ten runs and in all: see test_ranges_are_found_from_noisy_counts.
 COLUMNS: dict[
@@ -137,17 +145,17 @@ def exact(values: Floats, partitions: list[Floats], owners: Owners = None) -> Fl
 
 @pytest.mark.promise("histogram")
 def test_the_events_have_the_stated_privacy_cost_together() -> None:
-    """Of mu^2, and so of epsilon: that of one Gaussian mechanism."""
-    assert sum(ROUNDS) == pytest.approx(1)
-    whole = total_epsilon((histogram_event(1 / 0.5),), 1e-5)
-    assert sum(1 / event.noise_multiplier**2 for event in column_events(0.25)) == pytest.approx(
-        0.25
-    )
-    assert total_epsilon(column_events(0.25), 1e-5) == pytest.approx(whole, rel=1e-3)
-    *ranges, moments = target_events(0.1, 0.15)
-    assert sum(1 / event.noise_multiplier**2 for event in ranges) == pytest.approx(0.1)
-    assert 1 / moments.noise_multiplier**2 == pytest.approx(0.15)
-    assert total_epsilon((*ranges, moments), 1e-5) == pytest.approx(whole, rel=1e-3)
+    """Of mu^2, and so of epsilon: that of one Gaussian mechanism with a tenth of it."""
+    shares = (*plan.ROUNDS, *plan.ROUNDS_OF_TARGET, plan.MOMENTS)
+    events, none = plan.histograms_of(1.0, 1e-5, TrainingEvent(1.0, 0.0, 80), (shares, ()), 5000)
+    assert none == ()
+    whole = noise_of_share(1.0, 1e-5, 1.0) ** -2
+    signals = [event.noise_multiplier**-2 / whole for event in events]
+    assert sum(signals[:3]) == pytest.approx(0.1, rel=1e-4)
+    assert sum(signals[3:6]) == pytest.approx(0.03, rel=1e-4)
+    assert signals[6] == pytest.approx(0.05, rel=1e-4)
+    one = histogram_event(noise_of_share(1.0, 1e-5, 0.1))
+    assert total_epsilon(events[:3], 1e-5) == pytest.approx(total_epsilon((one,), 1e-5), rel=1e-3)
 
 
 #: Values that records to remove have in a table of random ones.
@@ -176,7 +184,7 @@ def test_one_unit_moves_the_counts_of_a_round_by_at_most_their_sensitivity(
     )
     for units, most in ((owners, 0.999), (spread, 0.0)):
         distributions(values, EVENTS, normals(1), watched.begin, units, 2001)
-        assert len(watched.partitions) == len(ROUNDS)
+        assert len(watched.partitions) == ROUNDS
         for partitions in watched.partitions:
             rest = units != 2000
             without = exact(values[rest], partitions, units[rest])
@@ -193,7 +201,7 @@ def test_persons_are_counted_in_the_rounds(watched: Watched) -> None:
     """A person with 3,000 records counts once in what is released."""
     values = np.concatenate([np.full((3000, 1), 5.0), np.full((10, 1), -5.0)])
     owners = np.concatenate([np.zeros(3000, np.int64), np.arange(1, 11)])
-    events = column_events(1e4)
+    events = rounds_of(1e4)
     distributions(values, events, normals(1), watched.begin, owners, 11)
     for histogram in watched.released:
         assert histogram.counts[0].sum() == pytest.approx(11, abs=1)
@@ -203,7 +211,7 @@ def test_persons_are_counted_in_the_rounds(watched: Watched) -> None:
 def test_each_round_has_begun_before_numbers_are_read(watched: Watched) -> None:
     values = table(1, 500)
     distributions(values, EVENTS, normals(1), watched.begin)
-    assert watched.steps == ["begin", "read", "release"] * len(ROUNDS)
+    assert watched.steps == ["begin", "read", "release"] * ROUNDS
     assert watched.events == [*EVENTS]
 
     def refused(event: TrainingEvent) -> None:
@@ -215,7 +223,7 @@ def test_each_round_has_begun_before_numbers_are_read(watched: Watched) -> None:
     ):
         with pytest.raises(RuntimeError):
             use()
-    assert watched.steps.count("read") == len(ROUNDS)
+    assert watched.steps.count("read") == ROUNDS
     with pytest.raises(ValueError, match="not an event of a histogram"):
         target_moments(values[:, 0], 0, 1, TrainingEvent(1.0, 3.0, 1), normals(1), watched.begin)
     assert watched.events == [*EVENTS]
@@ -244,7 +252,7 @@ def test_a_record_is_as_hard_to_tell_as_the_events_say(watched: Watched) -> None
     direction in which the record moves the counts, over the variance of the noise.
     """
     mu = 2.0
-    events = column_events(mu**2)
+    events = rounds_of(mu**2)
     others = np.random.default_rng(1).normal(0, 1, (60, 3))
     record = np.array([[9.0, 9.0, np.nan]])
     tables = others, np.concatenate([others, record])
@@ -390,7 +398,8 @@ def test_moments_of_a_number_to_predict_are_found() -> None:
     """Its range, a half of the width wider, and its mean and spread in it."""
     generator = np.random.default_rng(1)
     values = np.exp(generator.normal(3, 0.5, 20_000))
-    *rounds, event = target_events(0.03 * 0.267**2, 0.05 * 0.267**2)
+    rounds = rounds_of(0.03 * 0.267**2)
+    event = histogram_event(1 / math.sqrt(0.05 * 0.267**2))
     noise = normals(1)
     column = distributions(values[:, None], rounds, noise, lambda _: None)[0]
     low, high = target_range(column)

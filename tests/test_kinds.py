@@ -25,7 +25,7 @@ from dpmac_cli.data.table_cells import hashed_in
 from dpmac_cli.features.counts import Distribution, distributions
 from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.release import run
-from dpmac_cli.runs import checkpoint, prepare, trainer
+from dpmac_cli.runs import checkpoint, trainer, uncounted
 from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.resolve import resolve
 from tests.typed import dpmac
@@ -178,7 +178,7 @@ def test_ranges_are_paid_for_once_when_stored_and_again_when_not(
     wanted = plan(epochs=4, out="run")
     whole = wanted.plan
     with monkeypatch.context() as patched:
-        patched.setattr(prepare.Uncounted, "prepared", killed())
+        patched.setattr(uncounted.Uncounted, "prepared", killed())
         with pytest.raises(KeyboardInterrupt):
             run.finish(run.train(wanted))
     account = read_ledger(Path("run"))
@@ -246,7 +246,7 @@ def test_nothing_is_read_before_its_event_has_begun(
         read.append(len(values))
         return counted(values, events, noise, refuse, *rest)
 
-    monkeypatch.setattr(prepare, "distributions", watched)
+    monkeypatch.setattr(uncounted, "distributions", watched)
     with pytest.raises(RefusedError):
         run.finish(run.train(plan(out="run")))
     assert read
@@ -447,7 +447,7 @@ def test_ranges_are_those_of_training_records_and_their_units(
         owners.append(given[4])
         return counted(*given)
 
-    monkeypatch.setattr(prepare, "distributions", watched)
+    monkeypatch.setattr(uncounted, "distributions", watched)
     report = run.finish(run.train(plan(unit="person", epochs=2, out="run"))).report
     assert report["ranges"]["found"]["age"][1] < 1000
     assert np.bincount(owners[0]).tolist() == [3] * 400

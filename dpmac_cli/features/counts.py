@@ -33,8 +33,8 @@ from dpmac_cli.randomness.noise import SeededNormals
 
 Floats = NDArray[np.float64]
 
-#: Shares of the events of columns: of mu^2 for each round.
-ROUNDS = (0.2, 0.3, 0.5)
+#: Number of rounds.
+ROUNDS = 3
 #: Edges of the cells of the first round. The cell between the two in the middle is zero.
 POWERS = 4.0 ** np.arange(-10, 21)
 FIRST: Floats = np.concatenate([-POWERS[::-1], POWERS])
@@ -60,26 +60,6 @@ NARROWEST, NARROWEST_RANGE = 1e-6, 1e-3
 EXACT = 1e-3
 #: Least spread of a number to predict, as a part of half of its range.
 LEAST_SPREAD = 0.03
-
-
-def column_events(mu_squared: float) -> tuple[TrainingEvent, ...]:
-    """Return the events of the three rounds of :func:`distributions`, whose mu^2 add up to this.
-
-    ``mu_squared`` is a part of that of the whole run, such as a tenth. The number of columns does
-    not matter: noise multipliers are noise over sensitivity. An event may equal one of another
-    mechanism of the run; each of the two is begun.
-    """
-    return tuple(histogram_event(1 / math.sqrt(mu_squared * share)) for share in ROUNDS)
-
-
-def target_events(range_mu_squared: float, moments_mu_squared: float) -> tuple[TrainingEvent, ...]:
-    """Return the events of a number to predict: three of its range, and one of its moments.
-
-    The first three are those of :func:`distributions` of one column, the last one is that of
-    :func:`target_moments`.
-    """
-    moments = histogram_event(1 / math.sqrt(moments_mu_squared))
-    return (*column_events(range_mu_squared), moments)
 
 
 @dataclass(frozen=True)
@@ -116,14 +96,13 @@ def distributions(
 ) -> tuple[Distribution, ...]:
     """Return the distribution of each column, with one event per round.
 
-        events = column_events(0.1 * mu**2)
-        found = distributions(values, events, noise, account.begin)
+        found = distributions(values, plan.ranges, noise, account.begin)
         ranks = found[0].ranks(values[:, 0])
 
     Args:
         values: numbers, shape (records, columns). NaN is a missing number, and counts in a cell of
             its own; infinite numbers are in the cells at the ends.
-        events: event of each round: see :func:`column_events`.
+        events: event of each round.
         noise: fresh random numbers, used only here.
         begin: called with the event of a round before its records are read. It may raise.
         owners: index of each record's unit of privacy, shape (records,); None if each record is
@@ -155,7 +134,7 @@ def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
         sums = (count(cells[:, k], len(edges), weights) for k, edges in enumerate(partitions))
         return NoisyHistogram(tuple(sums), 0.0)
 
-    silent = (histogram_event(0.0),) * len(ROUNDS)
+    silent = (histogram_event(0.0),) * ROUNDS
     return _adapted(counted, silent, values.shape[1], len(values))
 
 
@@ -184,7 +163,7 @@ def target_moments(
     Args:
         values: numbers to predict, shape (records,). NaN counts as the middle of the range.
         low, high: ends of the range, which are public: see :func:`target_range`.
-        event: event of the moments: the last one of :func:`target_events`.
+        event: event of the moments.
         noise: fresh random numbers, used only here.
         begin: called with the event before the records are read. It may raise.
         owners: index of each record's unit of privacy, shape (records,); None if each record is

@@ -1,15 +1,12 @@
 """Network and data of a run: load, build and validate them."""
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
@@ -28,15 +25,6 @@ from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.features import texts as text_features
 from dpmac_cli.features.backbones import public_weights
 from dpmac_cli.features.class_names import SIGNAL, begin_at_names
-from dpmac_cli.features.counts import (
-    ROUNDS,
-    Distribution,
-    Floats,
-    distributions,
-    exact_distributions,
-    target_moments,
-    target_range,
-)
 from dpmac_cli.features.frozen import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.features.stored import featured
 from dpmac_cli.features.tables import TableInputs
@@ -49,10 +37,8 @@ from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.runs.uncounted import Uncounted, settings_of_features
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.carried_accounts import carried_by
 
 
@@ -75,7 +61,7 @@ class PreparedRun:
     model: nn.Module
     trained: nn.Module
     data: Data
-    uncounted: "Uncounted | None" = None
+    uncounted: Uncounted | None = None
     own: bool = True
     pretrained: str | None = None
     start: int = 0
@@ -96,100 +82,6 @@ class PreparedRun:
     def parameters(self) -> int:
         """Number of parameters of the whole network."""
         return sum(p.numel() for p in self.model.parameters())
-
-
-#: Numbers to predict that are further from their mean than this many deviations are clipped, and
-#: the least deviation, as a part of the numbers.
-FAR, FLAT = 4.0, 1e-4
-
-
-@dataclass(frozen=True)
-class Uncounted:
-    """Rows of a table, some ranges of which will follow from noisy counts of them.
-
-    Attributes:
-        network: the whole network, whose inputs need the ranges.
-        data: the rows.
-        plan: plan of the run, which has the events.
-    """
-
-    network: FrozenFeatures
-    data: Data
-    plan: Plan
-
-    @property
-    def inputs(self) -> TableInputs:
-        """Return what makes inputs of rows."""
-        inputs = self.network.frozen
-        assert isinstance(inputs, TableInputs)  # noqa: S101  (nothing else counts)
-        return inputs
-
-    @property
-    def shapes(self) -> Data:
-        """Return data with the shapes of the inputs, which no record is in."""
-        one = torch.ones(1, device=self.data.gain.device)
-        records, features = self.plan.facts.records, self.plan.features
-        assert features is not None  # noqa: S101  (a table has them)
-        shape = features.shape_of(records)
-        train, test = (
-            replace(split, images=torch.zeros(1, device=one.device).expand(len(split), *shape))
-            for split in (self.data.train, self.data.test)
-        )
-        return Data(train, test, one, torch.zeros_like(one), self.data.task)
-
-    def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
-        """Find ranges by noisy counts of the training records, and return the inputs of all rows.
-
-        Args:
-            noise: fresh random numbers, used only here.
-            begin: called with each event before records are read for it.
-        """
-        split, events = self.data.train, [*self.plan.ranges]
-        owners = None if split.units is None else split.units.owners
-
-        def found(values: Floats) -> tuple[Distribution, ...]:
-            if not self.plan.private:
-                return exact_distributions(values)
-            rounds = [events.pop(0) for _ in ROUNDS]
-            return distributions(values, rounds, noise, begin, owners, split.size)
-
-        if self.inputs.counted:
-            self.inputs.adopt(found(self.inputs.values(split.images).cpu().numpy()))
-        task = self.data.task
-        if task.open:
-            [range_of] = found(split.labels.cpu().numpy().astype(np.float64))
-            task = self._task_in(*target_range(range_of), events, noise, begin)
-        return self.prepared(task)
-
-    def prepared(self, task: Task) -> Data:
-        """Return the inputs of all rows under the ranges that there are, and targets of a task."""
-        self.network.separate = True
-        known = self.data.predicting(task)
-        data, _ = featured(self.network, known, _of_features(self.plan), cache_folder())
-        return data
-
-    def _task_in(
-        self,
-        low: float,
-        high: float,
-        events: Sequence[TrainingEvent],
-        noise: SeededNormals,
-        begin: Callable[[TrainingEvent], None],
-    ) -> Task:
-        """Return the task of numbers in a range, of which what is far from the mean is cut."""
-        split, task = self.data.train, self.data.task
-        targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
-        owners = None if split.units is None else split.units.owners
-        if events:
-            [event] = events
-            mean, spread = target_moments(
-                targets, low, high, event, noise, begin, owners, split.size
-            )
-        else:
-            mean, spread = float(targets.mean()), float(targets.std())
-        assert isinstance(task, Regression)  # noqa: S101  (no other task is open)
-        far = FAR * max(spread, FLAT * max(abs(low), abs(high)))
-        return replace(task, low=max(low, mean - far), high=min(high, mean + far))
 
 
 def prepare(
@@ -240,7 +132,7 @@ def prepare(
         separate = isinstance(plan.features, OwnFeatures | TableColumns)
         parts.separate = on_texts or separate
         parts.own = own
-        data, _ = featured(parts, data, _of_features(plan), cache_folder())
+        data, _ = featured(parts, data, settings_of_features(plan), cache_folder())
         trained = parts.head
     return PreparedRun(
         model=model,
@@ -296,12 +188,6 @@ def _check_precision(plan: Plan, model: nn.Module) -> None:
         check_precision(model.head, Trial.of(model.head, shape, classes))
     elif not _head_only(plan):
         check_precision(model, Trial.of(model, records.shape, classes, example_of(records)))
-
-
-def _of_features(plan: Plan) -> dict[str, object]:
-    """Return the settings that cached features depend on."""
-    settings = {"isolate": plan.settings.isolate, **vars(plan.trained)}
-    return settings if plan.features is None else settings | plan.features.values
 
 
 def _start(plan: Plan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:

@@ -23,7 +23,8 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
-from dpmac_cli.runs.prepare import PreparedRun, Uncounted
+from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.runs.uncounted import Uncounted
 from dpmac_cli.tasks.operating_point import needs_histogram
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task

@@ -1,0 +1,126 @@
+"""Records of a table before their first step: ranges that are not declared follow from counts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.features.counts import (
+    ROUNDS,
+    Distribution,
+    Floats,
+    distributions,
+    exact_distributions,
+    target_moments,
+    target_range,
+)
+from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.features.stored import featured
+from dpmac_cli.features.tables import TableInputs
+from dpmac_cli.files import cache_folder
+from dpmac_cli.models.dataset import Data
+from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.task import Task
+
+#: Numbers to predict that are further from their mean than this many deviations are clipped, and
+#: the least deviation, as a part of the numbers.
+FAR, FLAT = 4.0, 1e-4
+
+
+@dataclass(frozen=True)
+class Uncounted:
+    """Rows of a table, some ranges of which will follow from noisy counts of them.
+
+    Attributes:
+        network: the whole network, whose inputs need the ranges.
+        data: the rows.
+        plan: plan of the run, which has the events.
+    """
+
+    network: FrozenFeatures
+    data: Data
+    plan: Plan
+
+    @property
+    def inputs(self) -> TableInputs:
+        """Return what makes inputs of rows."""
+        inputs = self.network.frozen
+        assert isinstance(inputs, TableInputs)  # noqa: S101  (nothing else counts)
+        return inputs
+
+    @property
+    def shapes(self) -> Data:
+        """Return data with the shapes of the inputs, which no record is in."""
+        one = torch.ones(1, device=self.data.gain.device)
+        records, features = self.plan.facts.records, self.plan.features
+        assert features is not None  # noqa: S101  (a table has them)
+        shape = features.shape_of(records)
+        train, test = (
+            replace(split, images=torch.zeros(1, device=one.device).expand(len(split), *shape))
+            for split in (self.data.train, self.data.test)
+        )
+        return Data(train, test, one, torch.zeros_like(one), self.data.task)
+
+    def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
+        """Find ranges by noisy counts of the training records, and return the inputs of all rows.
+
+        Args:
+            noise: fresh random numbers, used only here.
+            begin: called with each event before records are read for it.
+        """
+        split, events = self.data.train, [*self.plan.ranges]
+        owners = None if split.units is None else split.units.owners
+
+        def found(values: Floats) -> tuple[Distribution, ...]:
+            if not self.plan.private:
+                return exact_distributions(values)
+            rounds = [events.pop(0) for _ in range(ROUNDS)]
+            return distributions(values, rounds, noise, begin, owners, split.size)
+
+        if self.inputs.counted:
+            self.inputs.adopt(found(self.inputs.values(split.images).cpu().numpy()))
+        task = self.data.task
+        if task.open:
+            [range_of] = found(split.labels.cpu().numpy().astype(np.float64))
+            task = self._task_in(*target_range(range_of), events, noise, begin)
+        return self.prepared(task)
+
+    def prepared(self, task: Task) -> Data:
+        """Return the inputs of all rows under the ranges that there are, and targets of a task."""
+        self.network.separate = True
+        known = self.data.predicting(task)
+        data, _ = featured(self.network, known, settings_of_features(self.plan), cache_folder())
+        return data
+
+    def _task_in(
+        self,
+        low: float,
+        high: float,
+        events: Sequence[TrainingEvent],
+        noise: SeededNormals,
+        begin: Callable[[TrainingEvent], None],
+    ) -> Task:
+        """Return the task of numbers in a range, of which what is far from the mean is cut."""
+        split, task = self.data.train, self.data.task
+        targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
+        owners = None if split.units is None else split.units.owners
+        if events:
+            [event] = events
+            mean, spread = target_moments(
+                targets, low, high, event, noise, begin, owners, split.size
+            )
+        else:
+            mean, spread = float(targets.mean()), float(targets.std())
+        assert isinstance(task, Regression)  # noqa: S101  (no other task is open)
+        far = FAR * max(spread, FLAT * max(abs(low), abs(high)))
+        return replace(task, low=max(low, mean - far), high=min(high, mean + far))
+
+
+def settings_of_features(plan: Plan) -> dict[str, object]:
+    """Return the settings that cached features depend on."""
+    settings = {"isolate": plan.settings.isolate, **vars(plan.trained)}
+    return settings if plan.features is None else settings | plan.features.values
