@@ -171,14 +171,18 @@ def test_layers_whose_gradients_follow_from_their_calls(name: str, recorded: set
 @pytest.mark.promise("one")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [*TOLERANCE])
 def test_rows_that_a_sample_reads_in_several_views_are_one_gradient(
-    kind: str, views: int, dtype: torch.dtype
+    kind: str, views: int, rowwise: bool, dtype: torch.dtype
 ) -> None:
     case = SMALL["embeddings: LinearWithPlaces"]
-    x = case.batch()[: RECORDS * views]
+    x = case.batch()[: RECORDS * views].to(dtype)
     x = x.view(RECORDS, views, *case.shape) if views > 1 else x
-    subject = Subject(built(case).to(dtype), x[0] if views > 1 else x, views=views, loss=energy)
+    first: Any = built(case)
+    network = nn.Sequential(nn.Flatten(), first.part, nn.ReLU(), nn.Linear(8, 5)).to(dtype)
+    example = x[0] if views > 1 else x
+    subject = Subject(network, example, views=views, loss=energy, rowwise=rowwise)
     forms = {type(form) for _, form in subject.gradients(x, labels_of(x, views), ball=True)}
     assert LookedUp in forms
     assert_matches_oracle(subject, x, labels_of(x, views), kind)

@@ -78,11 +78,19 @@ class LinearWithPlaces(nn.Module):
         self.numbers = nn.Linear(inputs - columns, outputs)
         self.lookups = Lookups(columns, places, outputs)
 
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of both parts of x, shape (samples, inputs): numbers, and rows."""
+        return x[:, : -self.columns], self.lookups.rows(x[:, -self.columns :])
+
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs of x, shape (samples, inputs)."""
-        vectors: Tensor = self.lookups(self.lookups.rows(x[:, -self.columns :]))
-        outputs: Tensor = self.numbers(x[:, : -self.columns]) + vectors.sum(1)
-        return outputs
+        numbers, rows = self.split(x)
+        return joined(self.numbers(numbers), self.lookups(rows))
+
+
+def joined(outputs: Tensor, vectors: Tensor) -> Tensor:
+    """Return the outputs of a layer from those of its numbers and of its places."""
+    return outputs + vectors.sum(1)
 
 
 class ConstantNorm(nn.Module):

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from torch.nn.modules import module as of_modules
 
 from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.custom_layers import LinearWithPlaces, joined
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import apply
 from dpmac_cli.dp.clipping.projections import by_projections, replaced
 
 #: Modules without parameters that act on each row alone.
@@ -43,7 +45,27 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
     plain: Any = model
     rowwise = type(model) in ROWWISE and not getattr(model, "inplace", False)
     flat = type(model) is nn.Flatten and plain.start_dim == 1
-    return [model] if rowwise or flat or type(model) in RULES else None
+    known = type(model) in RULES or type(model) is LinearWithPlaces
+    return [model] if rowwise or flat or known else None
+
+
+def calls_of(part: nn.Module, x: Tensor) -> tuple[list[tuple[nn.Module, Tensor, Tensor]], Tensor]:
+    """Run a part of a chain; return calls of known layers (layer, input, output), and its output.
+
+    Outputs of these layers require gradients.
+    """
+    if type(part) is LinearWithPlaces:
+        numbers, rows = part.split(x)
+        of_numbers = apply(part.numbers, numbers)
+        vectors = embedding(rows, part.lookups.weight.detach()).requires_grad_()
+        of_numbers = of_numbers if of_numbers.requires_grad else of_numbers.requires_grad_()
+        calls = [(part.numbers, numbers, of_numbers), (part.lookups, rows, vectors)]
+        return calls, joined(of_numbers, vectors)
+    out = apply(part, x)
+    if type(part) not in RULES:
+        return [], out
+    out = out if out.requires_grad else out.requires_grad_()
+    return [(part, x, out)], out
 
 
 def known_layers(layers: Sequence[Layer]) -> set[str]:

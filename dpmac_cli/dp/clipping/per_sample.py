@@ -28,15 +28,16 @@ from dpmac_cli.dp.clipping.batches import (
 )
 from dpmac_cli.dp.clipping.layer_calls import (
     calls_by_module,
+    calls_of,
     chain_of,
     gradients_of_sample,
     known_layers,
     tapped,
     uses_of,
 )
-from dpmac_cli.dp.clipping.layer_rules import RULES, Use
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
-from dpmac_cli.dp.clipping.matmul import RowProducts, apply
+from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.one_sample import SINGLE, TOLERANCE, OneSample, alike, row_of
 from dpmac_cli.dp.clipping.order_of_sums import Elementwise
 from dpmac_cli.dp.clipping.padding import read_otherwise
@@ -228,12 +229,11 @@ class PerSample:
         called, inputs, outputs = list[nn.Module](), [], []
         with torch.enable_grad():
             for part in chain:
-                given, rows = rows, apply(part, rows)
-                if type(part) in RULES:
-                    rows = rows if rows.requires_grad else rows.requires_grad_()
-                    called.append(part)
+                calls_of_part, rows = calls_of(part, rows)
+                for module, given, out in calls_of_part:
+                    called.append(module)
                     inputs.append(given.detach())
-                    outputs.append(rows)
+                    outputs.append(out)
             labels = by_row(y, self.views)
             losses = self._loss_of(rows, labels).view(-1, self.views)
             if self._weigh is None:
@@ -249,7 +249,7 @@ class PerSample:
                 return losses.detach(), weights, []
             grad_outputs = torch.autograd.grad(losses.sum(), outputs)
         by_sample = [
-            [t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, grad_outputs)
+            [torch.unflatten(t, 0, (-1, self.views)) for t in of] for of in (inputs, grad_outputs)
         ]
         calls = calls_by_module(called, *by_sample)
         return losses.detach(), weights, [uses_of(layer, calls) for layer in self.layers]
