@@ -224,7 +224,7 @@ class Grid:
         for run in self.runs[:: len(self.seeds)]:  # the first of each cell
             each, cost = run.plan, "no privacy"
             if each.private:
-                cost = format_epsilon(total_epsilon((each.event,), each.settings.delta))
+                cost = format_epsilon(total_epsilon(each.planned, each.settings.delta))
             yield row_name(run.labels), f"{run.column:g}", cost, f"{each.event.steps:,}", seeds
 
 
