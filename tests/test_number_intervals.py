@@ -132,10 +132,10 @@ def test_covered_scores_have_no_exact_coverage() -> None:
 
 def test_cells_of_targets_and_outputs_of_any_kind() -> None:
     """Outputs beyond the range are cut to it; NaN is in no cell."""
-    outputs = np.array([[0.0], [1e30], [-math.inf], [math.nan], [0.5], [0.48]])
-    targets = np.array([[0.0], [-1.0], [1.0], [0.0], [0.5], [0.5]])
+    outputs = np.array([[0.0], [1e30], [-math.inf], [math.nan], [0.5], [0.48], [1.5]])
+    targets = np.array([[0.0], [-1.0], [1.0], [0.0], [0.5], [0.5], [1.0]])
     middle, last = len(EDGES) // 2 + 1, len(EDGES)
-    assert cells(outputs, targets).tolist() == [middle, 0, last, -1, middle, middle + 1]
+    assert cells(outputs, targets).tolist() == [middle, 0, last, -1, middle, middle + 1, middle]
     assert len(ENDS) == len(EDGES) + 2
 
 
