@@ -43,8 +43,8 @@ ZERO = -float(POWERS[0]), float(POWERS[0])
 #: Cells with more than 1 / CELLS of the numbers are split after the first round; after later ones
 #: with more than the noise allows, as far as these two.
 CELLS, FEWEST = 64, 8
-#: Deviations of the noise from which a cell of the first round is kept, between rounds and at the
-#: end, and from which its neighbour is.
+#: Deviations of the noise from which cells of the first round are kept, between rounds and at the
+#: end, and that the outer ones of several beside each other have at least.
 BETWEEN, AT_END, BESIDE = 1.5, 2.0, 1.0
 #: Numbers of neighbouring cells of the first round that are kept if they are together.
 WINDOWS = (1, 2, 3, 4, 6)
@@ -337,21 +337,22 @@ def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
     size = len(FIRST) - 1
     units = np.bincount(cells, weights=mass.units, minlength=size)
     variance = np.bincount(cells, weights=mass.noise**2, minlength=size).clip(max=noise**2)
-    beside = units >= BESIDE * np.sqrt(variance)
+    deviation = np.sqrt(variance)
+    some = units >= BESIDE * deviation
+    # A cell with many units does not vouch for others that are a few cells away.
+    limited = np.minimum(units, least * deviation)
     clear = np.zeros(size, bool)
     for window in WINDOWS:
         ones = np.ones(window)
-        together = np.convolve(units, ones, "valid")
-        deviation = np.sqrt(np.convolve(variance, ones, "valid"))
+        together = np.convolve(limited, ones, "valid")
+        needed = least * np.sqrt(np.convolve(variance, ones, "valid"))
         last = slice(window - 1, None)
-        found = (together >= least * deviation) & beside[: len(together)] & beside[last]
+        found = (together >= needed * (1 - 1e-9)) & some[: len(together)] & some[last]
         clear[: len(together)] |= found
         clear[last] |= found
     if not clear.any():
         clear[units.argmax()] = True
     first, final = np.flatnonzero(clear)[[0, -1]]
-    first -= bool(first > 0 and beside[first - 1])
-    final += bool(final < size - 1 and beside[final + 1])
     inside = np.where((cells >= first) & (cells <= final), mass.units, 0.0)
     return replace(mass, units=inside * (mass.total / inside.sum()))
 
