@@ -14,8 +14,8 @@ from common import append_line, parser_of
 from dpmac_cli import ArrayData, finish, resolve, train
 from dpmac_cli.runs.trainer import Trainer
 
-#: Settings of each run; "wide" is the shortened run, "wide-2" a shorter one, of
-#: sample_configs/cifar10-de2022.yaml.
+#: Settings of each run; "wide" is the shortened run of sample_configs/cifar10-de2022.yaml, and
+#: "wide-2" a still shorter one.
 RUNS: dict[str, dict[str, Any]] = {
     "mnist": {"dataset": "mnist", "epsilon": 1, "model": "mlp"},
     "cnn": {"dataset": "mnist", "epsilon": 1, "model": "cnn", "epochs": 1},
