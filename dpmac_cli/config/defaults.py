@@ -48,7 +48,9 @@ WIDE, FEW_INPUTS = 8192, 256
 FEW, LARGE, LARGE_BY_INPUT = 30_000, 450, 1_000
 #: n epsilon for each column of a table from which a hidden layer pays, inputs up to which it is
 #: narrow, records up to which a step takes all of them, and number of steps.
-FEW_BY_INPUT, MOST_COLUMNS, FULL_BATCH, TABLE_STEPS = 400, 1000, 50_000, 80
+FEW_BY_COLUMN, MOST_COLUMNS, FULL_BATCH, TABLE_STEPS = 250, 1000, 50_000, 80
+#: Learning rate of a linear layer on the columns of a table, times their number, and at most.
+RATE_OF_COLUMNS, MOST_RATE = 0.3, 0.08
 #: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
 #: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
 RATES: Mapping[str, float] = {
@@ -94,7 +96,7 @@ def _clip_norm(given: Settings, facts: Dataset) -> dict[str, Any]:
     """
     if given.features != COLUMNS or not isinstance(facts.records, Table):
         return {}
-    whole = math.sqrt(len(facts.records.columns) + 1)
+    whole = math.sqrt(facts.records.wide + 1)
     share = 1 if isinstance(facts.task, Classification) else 0.5
     return {"clip_norm": float(f"{share * whole:.3g}")}
 
@@ -119,7 +121,7 @@ def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
     records, classes = facts.records, isinstance(facts.task, Classification)
     inputs = records.size
     if isinstance(records, Table):
-        few = facts.train_size * (given.epsilon or EPSILON) < FEW_BY_INPUT * len(records.columns)
+        few = _scale(given, facts) < FEW_BY_COLUMN * records.wide
         small = TableColumns().shape_of(records)[0] <= MOST_COLUMNS
         return {"features": COLUMNS, "model": "linear" if few else "mlp-small" if small else "mlp"}
     if records.kind == "numbers" and inputs <= FEW_INPUTS:
@@ -147,7 +149,7 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
     if given.features is not None:
         kind_of_features = fixed_features(given.features)
         if isinstance(kind_of_features, TableColumns):
-            return _of_table(facts)
+            return _of_table(given, facts)
         if kind_of_features.fault(facts.records) is None:
             features = math.prod(kind_of_features.shape_of(facts.records))
             return _of_features(features, _scale(given, facts))
@@ -170,10 +172,12 @@ def _of_backbone(given: Settings, backbone: str, facts: Dataset) -> Regime:
     return replace(TEXTS, epochs=LANGUAGE_EPOCHS, rate=rate)
 
 
-def _of_table(facts: Dataset) -> Regime:
+def _of_table(given: Settings, facts: Dataset) -> Regime:
     """Return how to train on the columns of a table: full batches, as far as they are cheap."""
     share = math.ceil(facts.train_size / FULL_BATCH)
     rate = 0.02 if isinstance(facts.task, Classification) else 0.03
+    if given.model == "linear" and isinstance(facts.records, Table):
+        rate = float(f"{min(MOST_RATE, RATE_OF_COLUMNS / facts.records.wide):.2g}")
     return Regime(share, math.ceil(TABLE_STEPS / share), rate, 0.95)
 
 

@@ -247,6 +247,11 @@ class Table(Numbers):
         """Return whether nothing but the kind of some columns is declared."""
         return bool(self.count("open") or self.count("hashed"))
 
+    @property
+    def wide(self) -> int:
+        """Return the number of columns."""
+        return len(self.columns) - self.count("flag")
+
     def count(self, wanted: InputKind) -> int:
         """Return the number of parts of a kind."""
         return sum(kind == wanted for kind, _ in self.columns)
