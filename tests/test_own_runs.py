@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
@@ -321,7 +322,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
     assert len(last.report["classes"]) == 10
     price = last.report["privacy"]
     assert (price["sampling_rate"], price["steps"]) == (0.1, 40)
-    ran = TrainingEvent(0.1, 4.0, 40, "poisson", 10)
+    ran = TrainingEvent(0.1, 4.0, 40, "poisson", 10, overflow=overflow_of(1e-5))
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
     assert all(e.plan.facts.train_size == 80 for e in events if isinstance(e, Started))

@@ -49,8 +49,9 @@ FEW, LARGE, LARGE_BY_INPUT = 30_000, 450, 1_000
 #: n epsilon for each column of a table from which a hidden layer pays, inputs up to which it is
 #: narrow, records up to which a step takes all of them, and number of steps.
 FEW_BY_COLUMN, MOST_COLUMNS, FULL_BATCH, TABLE_STEPS = 250, 1000, 50_000, 80
-#: Learning rate of a linear layer on the columns of a table, times their number, and at most.
-RATE_OF_COLUMNS, MOST_RATE = 0.3, 0.08
+#: Learning rate of a linear layer on the columns of a table, times their number, for classes and
+#: for numbers, and at most.
+RATE_OF_COLUMNS, RATE_OF_NUMBERS, MOST_RATE = 0.3, 0.08, 0.08
 #: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
 #: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
 RATES: Mapping[str, float] = {
@@ -97,7 +98,9 @@ def _clip_norm(given: Settings, facts: Dataset) -> dict[str, Any]:
     if given.features != COLUMNS or not isinstance(facts.records, Table):
         return {}
     whole = math.sqrt(facts.records.wide + 1)
-    share = 1 if isinstance(facts.task, Classification) else 0.5
+    share = 1.0 if isinstance(facts.task, Classification) else 0.5
+    if given.model == "linear" and share < 1:
+        share /= 3
     return {"clip_norm": float(f"{share * whole:.3g}")}
 
 
@@ -177,7 +180,8 @@ def _of_table(given: Settings, facts: Dataset) -> Regime:
     share = math.ceil(facts.train_size / FULL_BATCH)
     rate = 0.02 if isinstance(facts.task, Classification) else 0.03
     if given.model == "linear" and isinstance(facts.records, Table):
-        rate = float(f"{min(MOST_RATE, RATE_OF_COLUMNS / facts.records.wide):.2g}")
+        times = RATE_OF_COLUMNS if isinstance(facts.task, Classification) else RATE_OF_NUMBERS
+        rate = float(f"{min(MOST_RATE, times / facts.records.wide):.2g}")
     return Regime(share, math.ceil(TABLE_STEPS / share), rate, 0.95)
 
 

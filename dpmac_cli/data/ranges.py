@@ -46,7 +46,9 @@ def remarks_on_ranges(
         first += column.inputs
     if unused:
         yield f"No record has the category {_listed(unused)}: check the spelling"
-    low, high = (np.broadcast_to(arrays[end], len(names))[in_ranges] for end in ("low", "high"))
+    low, high = arrays["low"], arrays["high"]
+    if not in_ranges.all():
+        low, high = low[in_ranges], high[in_ranges]
     declared_names = [name for name, inside in zip(names, in_ranges, strict=True) if inside]
     yield from _of_each(declared_names, np.moveaxis(x, 1, 0)[in_ranges], low, high, dates)
     if number is not None and not number.open:
