@@ -98,9 +98,8 @@ def _clip_norm(given: Settings, facts: Dataset) -> dict[str, Any]:
     if given.features != COLUMNS or not isinstance(facts.records, Table):
         return {}
     whole = math.sqrt(facts.records.wide + 1)
-    share = 1.0 if isinstance(facts.task, Classification) else 0.5
-    if given.model == "linear" and share < 1:
-        share /= 3
+    of_numbers = 1 / 6 if given.model == "linear" else 1 / 12
+    share = 1.0 if isinstance(facts.task, Classification) else of_numbers
     return {"clip_norm": float(f"{share * whole:.3g}")}
 
 
@@ -178,7 +177,7 @@ def _of_backbone(given: Settings, backbone: str, facts: Dataset) -> Regime:
 def _of_table(given: Settings, facts: Dataset) -> Regime:
     """Return how to train on the columns of a table: full batches, as far as they are cheap."""
     share = math.ceil(facts.train_size / FULL_BATCH)
-    rate = 0.02 if isinstance(facts.task, Classification) else 0.03
+    rate = 0.02 if isinstance(facts.task, Classification) else 0.01
     if given.model == "linear" and isinstance(facts.records, Table):
         times = RATE_OF_COLUMNS if isinstance(facts.task, Classification) else RATE_OF_NUMBERS
         rate = float(f"{min(MOST_RATE, times / facts.records.wide):.2g}")
