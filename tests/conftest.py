@@ -226,7 +226,8 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         first = parts.features(data.standardised(data.train.images[:1]))
 
         def split(part: Split) -> Split:
-            return Split(first.expand(len(part), *first.shape[1:]), part.labels)
+            features = first.expand(len(part), *first.shape[1:])
+            return Split(features, part.labels, units=part.units)
 
         plain = torch.ones(1), torch.zeros(1)
         return Data(split(data.train), split(data.test), *plain, data.task), ""
