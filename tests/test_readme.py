@@ -93,7 +93,7 @@ def set_scene(folder: Path) -> None:
                 pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"{number}.png")
     np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
-    drafted = "--label species --drop year --kinds".split()
+    drafted = ["--label", "species", "--drop", "year", "--kinds"]
     made = CliRunner().invoke(app, ["schema", str(penguins(folder)), *drafted])
     (folder / "kinds.yaml").write_text(made.stdout)
     wages(folder)
