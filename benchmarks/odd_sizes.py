@@ -187,7 +187,7 @@ def ordinary() -> Iterator[tuple[str, Kind]]:
 def families() -> Iterator[tuple[str, Kind]]:
     """Yield small networks of transformers and timm."""
     import timm  # noqa: PLC0415  (the rest runs without)
-    import transformers  # noqa: PLC0415
+    import transformers  # noqa: PLC0415  (the same)
 
     hf: Any = transformers
     usual = {

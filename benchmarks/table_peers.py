@@ -138,7 +138,7 @@ def ebm(task: Task, epsilon: float, seed: int, settings: dict[str, Any]) -> np.n
 
 def linear(task: Task, epsilon: float, seed: int) -> np.ndarray:
     """Return predictions of the linear models of diffprivlib (pure epsilon; their only ones)."""
-    from diffprivlib.models import LinearRegression, LogisticRegression  # noqa: PLC0415
+    from diffprivlib.models import LinearRegression, LogisticRegression  # noqa: PLC0415  (the same)
 
     x, new = encoded(task)
     if not task.classes:
@@ -156,7 +156,7 @@ def linear(task: Task, epsilon: float, seed: int) -> np.ndarray:
 
 def without_privacy(task: Task, epsilon: float, seed: int, *, boosted: bool) -> np.ndarray:
     """Return predictions of scikit-learn's boosted trees or of a linear model."""
-    from sklearn import ensemble, linear_model  # noqa: PLC0415
+    from sklearn import ensemble, linear_model  # noqa: PLC0415  (the same)
 
     x, new = encoded(task)
     if not task.classes:

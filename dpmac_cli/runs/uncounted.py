@@ -108,7 +108,7 @@ class Uncounted:
         split, task = self.data.train, self.data.task
         targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
         owners = None if split.units is None else split.units.owners
-        if events:
+        if self.plan.private:
             [event] = events
             mean, spread = target_moments(
                 targets, low, high, event, noise, begin, owners, split.size
