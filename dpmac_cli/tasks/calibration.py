@@ -8,10 +8,10 @@ log-odds ``a m + b``, with m the middle of the bin.
 
 The noise of each count is known, so what is known of the true counts is a posterior: over slopes
 and intercepts, over the shapes that bins of outputs have, and over the number of records in each
-bin around such a shape. The slope and the intercept are those of the largest expected gain less
-one standard deviation, so what the noise hides moves nothing. The gain is counted from the network
-as it was trained, or for two classes, where that is likely to be worse than the shares of the
-classes, from these (docs/calibration.md).
+bin around such a shape. The slope and the intercept are those of the largest expected gain less 1.3
+standard deviations, so what the noise hides moves nothing. The gain is counted from the network as
+it was trained, or for two classes, where that is likely to be worse than the shares of the classes,
+from these (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIGNED_EDGES = (*(-edge for edge in reversed(EDGES)), 0.0, *EDGES)
 SIGNED_MIDDLES = (*(-middle for middle in reversed(MIDDLES)), *MIDDLES)
 #: Priors of the logarithm of the slope of two classes and of more, of the intercept, and of the
 #: logarithm of the slope times the size of outputs: mean and standard deviation.
-SLOPE, SLOPE_OF_MANY, INTERCEPT, STRENGTH = (-0.7, 0.7), (-0.4, 0.7), (0.0, 0.4), (0.65, 0.6)
+SLOPE, SLOPE_OF_MANY, INTERCEPT, STRENGTH = (-0.3, 1.2), (-0.4, 0.7), (0.0, 0.6), (0.65, 0.6)
 #: Slopes and intercepts of the posterior, and to choose from: ends of a grid, number of points.
 SLOPES, INTERCEPTS = (-3.5, 1.0, 19), (-3.0, 3.0, 21)
 CHOSEN_SLOPES, CHOSEN_INTERCEPTS = (-3.5, 1.0, 46), (-3.0, 3.0, 61)
@@ -46,11 +46,11 @@ SIZES, SHARES, INSIDE = (1.0, 2.0, 4.0, 8.0, 16.0), (0.15, 0.35, 0.5, 0.65, 0.85
 #: Least share of the records in each bin, and deviation of that share, relative to it.
 LEAST, SPREAD = 0.02, 0.5
 #: Standard deviations by which an expected gain is reduced.
-CLEAR = 1.0
+CLEAR = 1.3
 #: Expected excess over the loss of the shares of the classes, in standard deviations, from which
 #: gains are counted from these, and least number of records, in multiples of the noise, that shows
 #: the shares.
-WORSE, SHARES_KNOWN = 0.3, 25
+WORSE, SHARES_KNOWN = 0.5, 25
 #: Squared deviations per degree of freedom, in multiples of the noise, from which no line fits.
 MISFIT = 2.0
 #: Least probability of a point of the posterior.
