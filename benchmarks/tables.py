@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ WITHOUT_PRIVACY = ("dpmac-no-dp", "no-privacy-trees", "no-privacy-linear")
 #: Least probability of a class in log losses.
 LEAST = 1e-6
 SPLIT = "split_of_records"
+#: Records times epsilon by the root of the number of numbers, from which ranges are found well.
+ENOUGH = 800
 
 
 @dataclass(frozen=True)
@@ -545,16 +547,47 @@ def measure(
 
 
 def summary(file: Path) -> str:
-    """Return the mean AUROC or R2, and log loss, by table, contender and epsilon."""
+    """Return means over seeds by table, contender and epsilon, and what is asked of them."""
     lines = pd.DataFrame(read_lines(file))
     if lines.empty:
         return "no results yet"
-    for name in ("auroc", "r2", "log_loss"):
+    for name in ("auroc", "r2", "log_loss", "constant_log_loss"):
         lines[name] = lines.get(name, np.nan)
-    lines["score"] = lines.auroc.fillna(lines.r2)
-    by = ["epsilon", "table", "contender"]
-    means = lines.groupby(by)[["score", "log_loss", "cpu_s"]].mean().unstack("contender")
-    return str(means.round(3).to_string())
+    lines["score"] = 100 * lines.auroc.fillna(lines.r2)
+    means = lines.groupby(["epsilon", "table", "contender"])[["score", "log_loss"]].mean()
+    scores, losses = (means[name].unstack("contender") for name in ("score", "log_loss"))
+    facts = lines.groupby("table")[["records", "columns", "numbers", "constant_log_loss"]].mean()
+    shown = [scores.round(1).to_string(), losses.round(3).to_string()]
+    return "\n\n".join([*shown, "\n".join(verdicts(scores, losses, facts))])
+
+
+def verdicts(scores: pd.DataFrame, losses: pd.DataFrame, facts: pd.DataFrame) -> Iterator[str]:
+    """Yield what is asked of dpmac, by epsilon.
+
+    Args:
+        scores: 100 times the AUROC or R2 by epsilon and table, a column for each contender.
+        losses: log losses of classes, likewise.
+        facts: records, columns, numbers and the log loss of a constant, by table.
+    """
+    for epsilon in sorted({epsilon for epsilon, _ in scores.index if epsilon}):
+        score, loss = scores.loc[epsilon], losses.loc[epsilon]
+        ours, best = score.get("dpmac"), loss.filter(like="dp-ebm").min(1)
+        if ours is None:
+            continue
+        many = facts.records * epsilon / np.sqrt(facts.numbers.clip(1)) >= ENOUGH
+        yield f"epsilon {epsilon:g}, dpmac minus another one, AUROC or R2 in points:"
+        for name in score.columns.difference(["dpmac"]):
+            gap = (ours - score[name]).dropna()
+            if len(gap):
+                yield f"  {name}: mean {gap.mean():+.1f}, {gap.idxmin()} {gap.min():+.1f}"
+                gap = gap[many.reindex(gap.index)]
+                yield f"    where k is at least {ENOUGH}: {gap.mean():+.1f}, {gap.min():+.1f}"
+        above = (loss.dpmac - facts.constant_log_loss).dropna()
+        if above.empty:
+            continue
+        yield f"  log loss minus a constant's: at most {above.max():+.3f} ({above.idxmax()})"
+        both = (loss.dpmac - best).dropna()
+        yield f"  log loss minus the best of DP-EBM: mean {both.mean():+.3f}"
 
 
 def main() -> None:
