@@ -18,8 +18,8 @@ libraries run in an environment of their own (table_peers.py). Contenders:
 
 - dpmac: ``dpmac train`` at its defaults, with declared ranges; wide-10 and wide-100: ranges, also
   of a number to predict, that many times as wide; kinds: nothing but the type of each column is
-  declared, and the classes; no-dp: declared, without privacy; before: as dpmac, of the version in
-  the folder OLD
+  declared, and the classes; declared: with --scale declared; no-dp: without privacy; before: as
+  dpmac, of the version in the folder OLD
 - dp-ebm, and dp-ebm-100, -30 and -10 for tuning: the best one is picked on test records
 - diffprivlib: logistic or linear regression
 - no-privacy-trees, no-privacy-linear
@@ -63,6 +63,7 @@ EPSILONS = (0.5, 1.0, 3.0)
 DPMAC: Mapping[str, float] = {
     "dpmac": 1,
     "dpmac-before": 1,
+    "dpmac-declared": 1,
     "dpmac-wide-10": 10,
     "dpmac-wide-100": 100,
     "dpmac-kinds": 0,
@@ -437,6 +438,7 @@ def run_dpmac(
     )
     both.to_csv(folder / "both.csv", index=False)
     privacy = ["--no-dp"] if contender == "dpmac-no-dp" else ["--epsilon", str(epsilon)]
+    privacy += ["--scale", "declared"] * (contender == "dpmac-declared")
     files = ["--dataset", "both.csv", "--schema", "schema.yaml", "--out", "run"]
     seconds = forked(["train", *files, *privacy, "--seed", str(seed), "--quiet"], folder)
     if seconds is not None:
@@ -566,12 +568,12 @@ def verdicts(scores: pd.DataFrame, losses: pd.DataFrame, facts: pd.DataFrame) ->
 
     Args:
         scores: 100 times the AUROC or R2 by epsilon and table, a column for each contender.
-        losses: log losses of classes, likewise.
+        losses: log losses of classes, also by epsilon and table.
         facts: records, columns, numbers and the log loss of a constant, by table.
     """
     for epsilon in sorted({epsilon for epsilon, _ in scores.index if epsilon}):
         score, loss = scores.loc[epsilon], losses.loc[epsilon]
-        ours, best = score.get("dpmac"), loss.filter(like="dp-ebm").min(1)
+        ours, best = score.get("dpmac"), loss.filter(like="dp-ebm").min(axis=1)
         if ours is None:
             continue
         many = facts.records * epsilon / np.sqrt(facts.numbers.clip(1)) >= ENOUGH

@@ -451,3 +451,79 @@ def test_ranges_are_those_of_training_records_and_their_units(
     report = run.finish(run.train(plan(unit="person", epochs=2, out="run"))).report
     assert report["ranges"]["found"]["age"][1] < 1000
     assert np.bincount(owners[0]).tolist() == [3] * 400
+
+
+WIDE = """\
+label: {column: y, classes: [bad, good]}
+columns:
+  age: {range: [0, 9000], missing: input}
+  income: {range: [0, 100000000]}
+  job: {categories: [a, b, c, d]}
+  smoker: {type: boolean, categories: [no, yes]}
+  since: {type: date, range: [1900-01-01, 2100-01-01]}
+"""
+
+
+@pytest.mark.promise("target")
+def test_declared_ranges_a_hundred_times_too_wide_lose_next_to_nothing(table: Path) -> None:
+    frame = people()
+    frame["age"] = frame.age.astype(object)
+    frame.loc[:20, "age"] = None
+    frame.to_csv("people.csv", index=False)
+    close = run.finish(run.train(plan(out="close"))).report
+    Path("kinds.yaml").write_text(WIDE)
+    planned = plan(out="run")
+    assert planned.plan.settings.scale == "private"
+    wide = run.finish(run.train(planned)).report
+    events = events_of(wide)
+    assert sum(event.histogram for event in events) == 4
+    assert wide["privacy"]["epsilon"] == total_epsilon(events, wide["privacy"]["delta"]) <= 3
+    found = wide["ranges"]["found"]
+    assert found.keys() == {"age", "income", "since"}
+    lowest, highest = found["age"]
+    assert -500 < lowest < 40
+    assert 80 < highest < 500
+    assert found["income"][1] < 5e6
+    first, last = found["since"]
+    assert 10_957 < first < 18_500  # days from 1970 to 2000 and 2020, of a range of 200 years
+    assert 19_000 < last < 22_000
+    assert wide["test"]["accuracy"] > close["test"]["accuracy"] - 0.04
+    frame.drop(columns="y").to_csv("new.csv", index=False)
+    assert len(dpmac_cli.predict("run", "new.csv").outputs) == len(frame)
+
+
+def test_ranks_beside_declared_ranges_are_for_a_target_and_enough_records(table: Path) -> None:
+    Path("kinds.yaml").write_text(WIDE)
+    assert plan().plan.ranges
+    for settings in ({"epsilon": None, "sigma": 4.0}, {"scale": "declared"}, {"epsilon": 0.5}):
+        planned = plan(**settings).plan
+        assert planned.settings.scale == "declared"
+        assert not planned.ranges
+        assert planned.facts.records.count("number") == 3
+    with pytest.raises(dpmac_cli.InputError, match=r"cannot be found .* at least 0\.29"):
+        plan(epsilon=0.2, scale="private")
+    with pytest.raises(dpmac_cli.InputError, match="is for the columns of a table"):
+        resolve(dataset="digits", epsilon=1.0, scale="private")
+
+
+@pytest.mark.promise("resume")
+def test_more_epochs_keep_the_scale_of_declared_ranges(table: Path) -> None:
+    Path("kinds.yaml").write_text(WIDE)
+    first = run.finish(run.train(plan(epochs=4, out="run"))).report
+    more = run.finish(run.resume("run", epochs=6, out="more")).report
+    assert more["ranges"]["found"] == first["ranges"]["found"]
+
+
+def test_a_missing_number_has_no_rank_and_is_counted_as_missing() -> None:
+    records = Table(
+        shape=(3,), low=(0.0, -1.0, 0.0), high=(10.0, 1.0, 4.0),
+        columns=(("number", 1), ("flag", 1), ("number", 1)),
+    ).ranked()  # fmt: skip
+    inputs = TableInputs(records)
+    rows = torch.tensor([[0.5, 0.0, -0.5], [0.0, 1.0, 0.25]])
+    assert inputs.values(rows).isnan().tolist() == [[False, False], [True, False]]
+    made = inputs(rows)
+    assert made.shape == (2, 2 * 20 + 1)
+    of_first = [0, *range(4, 13), 2, *range(22, 31)]  # number, hats, rank and its hats
+    assert made[1, of_first].eq(0).all()
+    assert made[0, [0, 1]].tolist() == [0.5, -0.5]

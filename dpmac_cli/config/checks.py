@@ -9,9 +9,11 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
+from dpmac_cli.config.defaults import ENOUGH, NEEDED
 from dpmac_cli.config.facts import DataFacts, PrivateNotes, listed
 from dpmac_cli.config.networks import (
     BACKBONES,
+    COLUMNS,
     FEATURES,
     Backbone,
     OwnFeatures,
@@ -21,7 +23,15 @@ from dpmac_cli.config.networks import (
 )
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.records import Table
-from dpmac_cli.config.settings import BALANCED, DATA, GROUPS, HISTOGRAM, OPTIMIZER, Settings
+from dpmac_cli.config.settings import (
+    BALANCED,
+    DATA,
+    GROUPS,
+    HISTOGRAM,
+    OPTIMIZER,
+    PRIVATE_SCALE,
+    Settings,
+)
 from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
@@ -121,19 +131,12 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
         )
 
 
-#: Numbers n epsilon / sqrt(C) below which the ranges of C columns cannot be found, and from which
-#: finding them costs nothing: benchmarks/tables.py.
-NEEDED, ENOUGH = 200, 800
-
-
 def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
     """Return n epsilon / sqrt(C), and the names of the C columns whose ranges are to be found.
 
     Epsilon is that of the whole run. Infinity without such columns, and without privacy.
     """
-    schema, settings = plan.facts.schema, plan.settings
-    columns = () if schema is None else schema.columns
-    names = tuple(column.name for column in columns if column.counted)
+    settings, names = plan.settings, plan.counted_columns
     if not names or not plan.private:
         return math.inf, names
     epsilon = settings.epsilon or total_epsilon((plan.event,), settings.delta)
@@ -143,6 +146,13 @@ def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
 def _range_faults(plan: Plan) -> Iterator[str]:
     facts, settings = plan.facts, plan.settings
     strength, names = _range_strength(plan)
+    if settings.scale == PRIVATE_SCALE and not (
+        isinstance(facts.records, Table) and isinstance(plan.features, TableColumns)
+    ):
+        yield (
+            f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table ({{features=}}{COLUMNS}), "
+            "not with texts. Leave it out."
+        )
     if isinstance(facts.records, Table) and facts.schema is not None:
         unread = [column.name for column in facts.schema.columns if column.open]
         if unread and not isinstance(plan.features, TableColumns):

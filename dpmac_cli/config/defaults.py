@@ -23,8 +23,15 @@ from dpmac_cli.config.networks import (
     Trained,
     fixed_features,
 )
-from dpmac_cli.config.records import Table
-from dpmac_cli.config.settings import DELTA, HISTOGRAM, NO_CALIBRATION, Settings
+from dpmac_cli.config.records import COUNTED, Table
+from dpmac_cli.config.settings import (
+    DECLARED_SCALE,
+    DELTA,
+    HISTOGRAM,
+    NO_CALIBRATION,
+    PRIVATE_SCALE,
+    Settings,
+)
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
 
@@ -252,6 +259,7 @@ def completed(given: Settings, facts: Dataset) -> Settings:
         rule = {"features": COLUMNS, **rule}  # nothing else can read them
     given = given.filled({"recipe": recipe, **rule})
     given = given.filled({"calibration": _calibration(given, facts)})
+    given = given.filled({"scale": _scale_of_numbers(given, facts)})
     if given.dataset not in DATASETS:
         given = given.filled({"delta": _delta(facts.train_size)})
     of_task: dict[str, Any] = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
@@ -268,6 +276,20 @@ def _calibration(given: Settings, facts: Dataset) -> str:
     targeted = given.recipe == BEST and given.epsilon is not None
     calibrated = targeted and facts.task.calibrates and not given.canaries
     return HISTOGRAM if calibrated else NO_CALIBRATION
+
+
+#: Numbers n epsilon / sqrt(C) below which the ranges of C columns cannot be found, and from which
+#: ranks gain more than they cost: benchmarks/tables.py.
+NEEDED, ENOUGH = 200, 800
+
+
+def _scale_of_numbers(given: Settings, facts: Dataset) -> str:
+    """Return the default scale of numbers with a declared range."""
+    targeted = given.recipe == BEST and given.epsilon is not None and given.features == COLUMNS
+    if not (targeted and isinstance(facts.records, Table) and facts.records.count("number")):
+        return DECLARED_SCALE
+    numbers = facts.records.count("number", *COUNTED)
+    return PRIVATE_SCALE if _scale(given, facts) >= ENOUGH * math.sqrt(numbers) else DECLARED_SCALE
 
 
 def _delta(records: int) -> float:

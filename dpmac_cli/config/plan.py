@@ -29,8 +29,16 @@ from dpmac_cli.config.networks import (
     fixed_features,
     parse_model,
 )
-from dpmac_cli.config.records import Table
-from dpmac_cli.config.settings import DATA, GROUPS, HISTOGRAM, OPTIMIZER, SETTINGS, Settings
+from dpmac_cli.config.records import COUNTED, Table
+from dpmac_cli.config.settings import (
+    DATA,
+    GROUPS,
+    HISTOGRAM,
+    OPTIMIZER,
+    PRIVATE_SCALE,
+    SETTINGS,
+    Settings,
+)
 from dpmac_cli.config.sources import over
 from dpmac_cli.errors import InputError, first_fault, raise_errors
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
@@ -78,6 +86,13 @@ class Plan:
     def private(self) -> bool:
         """Return whether gradients are clipped and noise is added."""
         return not self.settings.no_dp
+
+    @property
+    def counted_columns(self) -> tuple[str, ...]:
+        """Return the columns whose range and ranks follow from counts."""
+        columns = () if self.facts.schema is None else self.facts.schema.columns
+        ranked = self.settings.scale == PRIVATE_SCALE
+        return tuple(c.name for c in columns if c.counted or (ranked and c.ranged))
 
     @property
     def max_epsilon(self) -> float:
@@ -281,7 +296,7 @@ def shares_of_counts(settings: Settings, facts: Dataset) -> Shares:
     records, before = facts.records, tuple[float, ...]()
     if settings.no_dp:
         return (), ()
-    if isinstance(records, Table) and records.count("open"):
+    if isinstance(records, Table) and records.count(*COUNTED):
         before = ROUNDS
     if facts.task.open:
         before = (*before, *ROUNDS_OF_TARGET, MOMENTS)

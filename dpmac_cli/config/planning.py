@@ -16,7 +16,8 @@ from dpmac_cli.config.plan import (
     optimizer_of,
     shares_of_counts,
 )
-from dpmac_cli.config.settings import NEEDS, Settings
+from dpmac_cli.config.records import Table
+from dpmac_cli.config.settings import NEEDS, PRIVATE_SCALE, Settings
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -44,6 +45,8 @@ def plan(
         BudgetError: no noise meets the target epsilon.
     """
     settings = completed(given, facts)
+    if settings.scale == PRIVATE_SCALE and isinstance(facts.records, Table):
+        facts = replace(facts, records=facts.records.ranked())
     event = event_of(settings, facts.train_size)
     found = Plan(settings, facts, event, optimizer_of(settings))
     unlabelled = not is_labelled(settings.task)

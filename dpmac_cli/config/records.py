@@ -198,9 +198,11 @@ class Texts(Numbers):
 #: Number of places of a category without declared values.
 PLACES = 256
 #: Kinds of the inputs that a column of a table becomes, in the order in which a reader returns
-#: them: a number in its range, or without one, 0 or 1, which of some values a cell has, which of
-#: two, and the place of a value among :data:`PLACES`.
-InputKind = Literal["number", "open", "flag", "one-hot", "boolean", "hashed"]
+#: them: a number in its range, also with its rank among others, or without a range, 0 or 1, which
+#: of some values a cell has, which of two, and the place of a value among :data:`PLACES`.
+InputKind = Literal["number", "ranked", "open", "flag", "one-hot", "boolean", "hashed"]
+#: Those whose range and ranks are found by counts, in the declared range if there is one.
+COUNTED: tuple[InputKind, ...] = ("ranked", "open")
 #: Number of hats of a number, which are 1 at one point of its range and 0 from the next one on.
 HATS = 9
 
@@ -208,11 +210,11 @@ HATS = 9
 def inputs_of(kind: InputKind, width: int) -> int:
     """Return the number of inputs of a network for the inputs of a column.
 
-    A number has hats, and without a range also its rank and the hats of that. Two categories are
-    one input, apart from other values.
+    A number has hats, and where it is counted also its rank and the hats of that. Two categories
+    are one input, apart from other values.
     """
-    if kind in ("number", "open"):
-        return (1 + HATS) * (1 + (kind == "open"))
+    if kind in ("number", *COUNTED):
+        return (1 + HATS) * (1 + (kind in COUNTED))
     return 2 if kind == "one-hot" and width == TWO_AND_OTHERS else width
 
 
@@ -221,10 +223,10 @@ TWO_AND_OTHERS = 3
 
 
 class Table(Numbers):
-    """Rows of a table with columns that are declared by their kind alone.
+    """Rows of a table.
 
-    A number without a range is followed by a flag, 1 where it is missing; it is 0 there. A category
-    without a list of its values is the number of a place.
+    A number that may be missing is followed by a flag, 1 where it is missing; without a range it
+    always is, and is 0 there. A category without a list of its values is the number of a place.
     """
 
     public: ClassVar = ("columns, and what is declared of them",)
@@ -252,16 +254,21 @@ class Table(Numbers):
         """Return the number of columns."""
         return len(self.columns) - self.count("flag")
 
-    def count(self, wanted: InputKind) -> int:
-        """Return the number of parts of a kind."""
-        return sum(kind == wanted for kind, _ in self.columns)
+    def count(self, *wanted: InputKind) -> int:
+        """Return the number of parts of some kinds."""
+        return sum(kind in wanted for kind, _ in self.columns)
+
+    def ranked(self) -> "Table":
+        """Return the same records, with ranks of numbers beside their declared ranges."""
+        columns = tuple(("ranked" if k == "number" else k, width) for k, width in self.columns)
+        return self.model_copy(update={"columns": columns})
 
     @property
     def constants(self) -> Scaling:
         """Return the factors and summands of standardisation; others than numbers stay."""
         factors, summands = map(list, super().constants)
         for kind, part in self.parts:
-            if kind not in ("number", "boolean"):
+            if kind not in ("number", "ranked", "boolean"):
                 width = part.stop - part.start
                 factors[part] = [1.0] * width
                 summands[part] = [0.0] * width

@@ -77,6 +77,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 AUGMENTS = ("crop+flip", "crop", "flip")
 #: Ways to calibrate a model.
 HISTOGRAM, NO_CALIBRATION = "histogram", "none"
+PRIVATE_SCALE, DECLARED_SCALE = "private", "declared"
 #: Class weights that follow from the shares of the classes.
 BALANCED = "balanced"
 #: Default of ``delta`` in (epsilon, delta).
@@ -201,6 +202,10 @@ class Priced(Flags, frozen=True):
     """Calibrate probabilities, and give numbers intervals, by one noisy histogram of the training
     records, at 2% of the budget. [default: histogram where --epsilon is the target, otherwise
     none]"""
+    scale: Annotated[str, OneOf((PRIVATE_SCALE, DECLARED_SCALE))] = LATER
+    """Scale of a table's numbers with a declared range: private also finds range and ranks inside
+    it by noisy counts, at a tenth of the budget. [default: private where --epsilon is the target
+    and the records are many enough, otherwise declared]"""
 
 
 class Settings(Priced, frozen=True):

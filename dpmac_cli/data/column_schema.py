@@ -257,6 +257,21 @@ class Column(Written):
         return self.open and self.type in ("number", "date")
 
     @property
+    def ranged(self) -> bool:
+        """Return whether it is a number or a date in a declared range."""
+        return self.range is not None
+
+    def within(self, low: float, high: float) -> tuple[float, float]:
+        """Return a part of its declared range, given its inputs there, which are from -1 to 1.
+
+        Inputs of a date fall with the date.
+        """
+        (first, last), (start, end) = self.ends, ((low + 1) / 2, (high + 1) / 2)
+        if self.type == "date":
+            return last - end * (last - first), last - start * (last - first)
+        return first + start * (last - first), first + end * (last - first)
+
+    @property
     def hashed(self) -> bool:
         """Return whether its values are known by their hash."""
         return self.open and self.type == "category"

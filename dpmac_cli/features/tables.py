@@ -1,10 +1,11 @@
 """Inputs of a network for the columns of a table, made from each row alone.
 
 A number becomes itself, scaled to its range, and nine hats: functions of it that are 1 at one point
-of the range and 0 from the next point on, so that a linear layer fits any curve. Where no range is
-declared, range and ranks come from noisy counts (:mod:`dpmac_cli.features.counts`), and the rank
-becomes an input with its hats, too. Declared categories are centred, two of them are one input, and
-those without a list stay the number of a place, which the first layer looks up.
+of the range and 0 from the next point on, so that a linear layer fits any curve. Where numbers are
+counted, in the declared range if there is one, range and ranks come from noisy counts
+(:mod:`dpmac_cli.features.counts`), and the rank becomes an input with its hats, too. Declared
+categories are centred, two of them are one input, and those without a list stay the number of a
+place, which the first layer looks up.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.config.records import HATS, TWO_AND_OTHERS, InputKind, Table
+from dpmac_cli.config.records import COUNTED, HATS, TWO_AND_OTHERS, InputKind, Table
 from dpmac_cli.features.counts import Distribution
 
 #: Size of inputs for one of two values, so that their norm is about that of a number.
@@ -27,8 +28,8 @@ EDGES = 512
 class TableInputs(nn.Module):
     """Inputs of a network for rows of a table. Nothing is trained.
 
-    Buffers are the range and the ranks of each number without a declared range, which
-    :meth:`adopt` fills. They are published with the network.
+    Buffers are the range and the ranks of each number that is counted, which :meth:`adopt` fills.
+    They are published with the network.
 
     Args:
         records: what the rows are.
@@ -38,8 +39,11 @@ class TableInputs(nn.Module):
         super().__init__()
         self._parts = list(records.parts)
         self._numbers = self._firsts("number")
-        self._open = self._firsts("open")
-        columns = len(self._open)
+        self._counted = self._firsts(*COUNTED)
+        flags = {part.start for kind, part in self._parts if kind == "flag"}
+        #: The input that says where each of them is missing; one past the last where none does.
+        self._missing = [n + 1 if n + 1 in flags else records.size for n in self._counted]
+        columns = len(self._counted)
         for name, values in (
             ("low", torch.full((columns,), -1.0)),
             ("high", torch.ones(columns)),
@@ -52,16 +56,14 @@ class TableInputs(nn.Module):
     @property
     def counted(self) -> int:
         """Return the number of columns whose ranges come from noisy counts."""
-        return len(self._open)
+        return len(self._counted)
 
     def values(self, x: Tensor) -> Tensor:
-        """Return the numbers without a declared range, shape (rows, columns); NaN if missing.
+        """Return the numbers that are counted, shape (rows, columns); NaN if missing.
 
-        ``x`` are rows, shape (rows, inputs).
+        ``x`` are rows, shape (rows, inputs), as a network gets them.
         """
-        missing = x[:, [first + 1 for first in self._open]] > 0
-        numbers = x[:, self._open].double()
-        return numbers.masked_fill(missing, torch.nan)
+        return x[:, self._counted].double().masked_fill(self._is_missing(x), torch.nan)
 
     def adopt(self, distributions: Sequence[Distribution]) -> None:
         """Take the ranges and ranks of the columns that :meth:`values` returns."""
@@ -74,7 +76,7 @@ class TableInputs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs, shape (rows, inputs of the network): numbers first, then places."""
-        inputs = [*self._of_numbers(x), *self._of_open(x)]
+        inputs = [*self._of_numbers(x), *self._of_counted(x)]
         for kind, part in self._parts:
             if kind == "flag":
                 inputs.append(x[:, part])
@@ -85,24 +87,29 @@ class TableInputs(nn.Module):
         places = [x[:, part] for kind, part in self._parts if kind == "hashed"]
         return torch.cat([*inputs, *places], 1)
 
-    def _firsts(self, wanted: InputKind) -> list[int]:
-        """Return the inputs of a kind that has one for each column."""
-        return [part.start for kind, part in self._parts if kind == wanted]
+    def _firsts(self, *wanted: InputKind) -> list[int]:
+        """Return the inputs of kinds that have one for each column."""
+        return [part.start for kind, part in self._parts if kind in wanted]
+
+    def _is_missing(self, x: Tensor) -> Tensor:
+        """Return where a number that is counted is missing, shape (rows, columns)."""
+        never = x.new_zeros(len(x), 1)
+        return torch.cat([x, never], 1)[:, self._missing] > 0
 
     def _of_numbers(self, x: Tensor) -> list[Tensor]:
-        """Return numbers in a declared range, and their hats."""
+        """Return numbers that are not counted, and their hats."""
         scaled = x[:, self._numbers]
         return [scaled, _hats((scaled + 1) / 2)]
 
-    def _of_open(self, x: Tensor) -> list[Tensor]:
-        """Return numbers without a declared range and their ranks, with hats; 0 if missing."""
+    def _of_counted(self, x: Tensor) -> list[Tensor]:
+        """Return numbers that are counted and their ranks, with hats; 0 if missing."""
         if not self.counted:
             return []
-        numbers = x[:, self._open]
+        numbers = x[:, self._counted]
         low, high = self.get_buffer("low"), self.get_buffer("high")
         inside = ((numbers - low) / (high - low)).clamp(0, 1)
         ranks = self._ranks(numbers)
-        known = (x[:, [first + 1 for first in self._open]] <= 0).to(x.dtype)
+        known = (~self._is_missing(x)).to(x.dtype)
         every = known.repeat_interleave(HATS, 1)
         both = [(2 * of - 1) * known for of in (inside, ranks)]
         return [*both, *(_hats(of) * every for of in (inside, ranks))]

@@ -130,8 +130,10 @@ def _ranges(counted: Mapping[str, Tensor], run: DescribedRun) -> report.Ranges |
         return None
     none = torch.empty(0)
     low, high = (counted.get(f"{RANGES}{end}", none).tolist() for end in ("low", "high"))
-    ends = zip(low, high, strict=True)
-    found = dict(zip(run.counted_columns, ends, strict=True))
+    schema, found = run.plan.facts.schema, dict[str, tuple[float, float]]()
+    columns = {} if schema is None else {column.name: column for column in schema.columns}
+    for name, *ends in zip(run.counted_columns, low, high, strict=True):
+        found[name] = columns[name].within(*ends) if columns[name].ranged else (ends[0], ends[1])
     return report.Ranges(found=found, statement=text("ranges", run))
 
 

@@ -87,9 +87,7 @@ class DescribedRun:
     @property
     def counted_columns(self) -> tuple[str, ...]:
         """Return the columns whose ranges follow from noisy counts."""
-        schema = self.plan.facts.schema
-        columns = () if schema is None else schema.columns
-        return tuple(column.name for column in columns if column.counted)
+        return self.plan.counted_columns
 
     @property
     def features(self) -> str:
@@ -362,9 +360,9 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     (
         "ranges",
         lambda run: run.private and run.counted_columns,
-        "Before the first step, ranges and ranks of the columns whose type alone is declared were "
-        "found by three rounds of histograms of the training {run.counted} with Gaussian noise, in "
-        "which each counts at most once in a column. Epsilon covers them.",
+        "Before the first step, ranges and ranks of columns of numbers were found by three rounds "
+        "of histograms of the training {run.counted} with Gaussian noise, in which each counts at "
+        "most once in a column. Epsilon covers them.",
     ),
     (
         "ranges",

@@ -82,7 +82,8 @@ class Uncounted:
             return distributions(values, rounds, noise, begin, owners, split.size)
 
         if self.inputs.counted:
-            self.inputs.adopt(found(self.inputs.values(split.images).cpu().numpy()))
+            numbers = self.inputs.values(self.data.standardised(split.images))
+            self.inputs.adopt(found(numbers.cpu().numpy()))
         task = self.data.task
         if task.open:
             [range_of] = found(split.labels.cpu().numpy().astype(np.float64))
