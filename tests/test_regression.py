@@ -96,14 +96,14 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
         ("{column: cost, range: [9, 3]}", "must be smaller than the second.*Swap them"),
         ("{column: cost, range: [3, 3]}", "3 to 3, but the first number must be smaller"),
         ("{column: cost, range: [-2, 5], transform: log1p}", "needs a range above -1"),
-        ("{column: cost, range: [1, 5], kind: count}", "kind is not read any more"),
+        ("{column: cost, range: [1, 5], kind: count}", "there is no such key"),
         ("{column: cost}", r"classes: \[no, yes\], or for numbers.*range: \[0, 100\]"),
         ("{column: cost, classes: [a, b], range: [0, 1]}", "needs either the names of its classes"),
         ("{column: cost, classes: [a, b], transform: log1p}", "is for numbers, not for classes"),
         ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
         (
             "[{column: cost, range: [0, 9]}, {column: person, range: [0, 9]}]",
-            "label: has 2 columns, but a model predicts one. Train one model for each number",
+            "label: Input should be a valid dictionary",
         ),
     ],
 )

@@ -197,6 +197,10 @@ class FeatureKind:
         """Return the number of features at the end that are numbers of places."""
         return 0
 
+    def fault(self, _: Records) -> str | None:
+        """Return why records of the kind are not supported, as the end of a sentence."""
+        return None
+
 
 @dataclass(frozen=True)
 class TextEncoder(FeatureKind):

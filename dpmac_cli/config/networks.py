@@ -117,32 +117,31 @@ class TableColumns(FeatureKind):
         """Return the number of inputs at the end that are places."""
         return records.count("hashed") if isinstance(records, Table) else 0
 
-    def fault(self, _: Records) -> str | None:
-        """Return nothing: all tables have columns."""
-        return None
-
 
 @dataclass(frozen=True)
 class OwnFeatures(FeatureKind):
-    """Features of :func:`register_features`, by their name."""
+    """Features of :func:`register_features`: a function of one record.
+
+    Attributes:
+        kind: their name.
+        function: maps a record to ``width`` numbers.
+        width: number of features.
+    """
 
     kind: str
+    function: Callable[[Any], Any]
+    width: int
 
     reads: ClassVar = "images, numbers or a table"
 
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values that tell the function from an earlier one of its name."""
-        function = OWN_FEATURES[self.kind].function
-        return {"kind": self.kind, "code": _code_of(getattr(function, "__code__", None))}
+        return {"kind": self.kind, "code": _code_of(getattr(self.function, "__code__", None))}
 
     def shape_of(self, _: Records) -> tuple[int, ...]:
         """Return the shape of the features of a record."""
-        return (OWN_FEATURES[self.kind].width,)
-
-    def fault(self, _: Records) -> str | None:
-        """Return nothing: the function says itself what it needs."""
-        return None
+        return (self.width,)
 
 
 def _code_of(code: Any) -> str:
@@ -153,16 +152,8 @@ def _code_of(code: Any) -> str:
     return f"{code.co_code.hex()} {code.co_names} ({constants})"
 
 
-@dataclass(frozen=True)
-class Featuriser:
-    """A function of one record, and the number of features that it returns."""
-
-    function: Callable[[Any], Any]
-    width: int
-
-
-#: Functions of :func:`register_features` by name.
-OWN_FEATURES: dict[str, Featuriser] = {}
+#: Features of :func:`register_features` by name.
+OWN_FEATURES: dict[str, OwnFeatures] = {}
 
 Function = TypeVar("Function", bound=Callable[[Any], Any])
 
@@ -191,7 +182,7 @@ def register_features(name: str, width: int, about: str = "") -> Callable[[Funct
         raise InputError(f"width must be the number of features, an integer from 1, not {width!r}.")
 
     def register(function: Function) -> Function:
-        OWN_FEATURES[name] = Featuriser(function, width)
+        OWN_FEATURES[name] = OwnFeatures(name, function, width)
         FEATURES[name] = about or name
         return function
 
@@ -261,7 +252,7 @@ def fixed_features(name: str) -> Scattered | OwnFeatures | TableColumns:
     """Return the features of a name of :data:`FEATURES`."""
     if name == COLUMNS:
         return TableColumns()
-    return OwnFeatures(name) if name in OWN_FEATURES else Scattered(name)
+    return OWN_FEATURES.get(name) or Scattered(name)
 
 
 #: Features that a network may take instead of images, or instead of tokens of texts.

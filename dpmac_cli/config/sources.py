@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -22,15 +22,12 @@ LINES = "Write lines like 'sigma: 0.8'."
 Values = Mapping[str, Any]
 
 
-class Written(NamedTuple):
-    """Values by the names of settings, and where those of a file are: "run.yaml, line 3"."""
-
-    values: dict[str, Any]
-    places: dict[str, str]
+#: Values by the names of settings, and where those of a file are: "run.yaml, line 3".
+Layers = tuple[dict[str, Any], dict[str, str]]
 
 
-def read_yaml(file: Path) -> Written:
-    """Return what is written in a YAML file.
+def read_yaml(file: Path) -> Layers:
+    """Return what is written in a YAML file, and where.
 
     A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
     parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used.
@@ -60,7 +57,7 @@ def read_yaml(file: Path) -> Written:
             errors.append(f"{place}: {key.value} is empty.")
         places[name] = place
     raise_errors(errors)
-    return Written({_setting(key): _value(value) for key, value in found.items()}, places)
+    return {_setting(key): _value(value) for key, value in found.items()}, places
 
 
 def _setting(key: object) -> str:
@@ -92,7 +89,7 @@ def by_setting(recorded: Values) -> dict[str, Any]:
 
 def layered(
     flags: Values, below: Path | Values | None = None, *, several_runs: bool = False
-) -> Written:
+) -> Layers:
     """Return flags and, below them, the values of a file and of the recipe that these name.
 
     Values are not validated. Those that are not given are left out.
@@ -106,28 +103,29 @@ def layered(
         InputError: the file cannot be read or refers to code, or the recipe is of several runs.
     """
     above = _given(flags)
-    written = read_yaml(below) if isinstance(below, Path) else Written(dict(below or {}), {})
+    written, places = read_yaml(below) if isinstance(below, Path) else (below or {}, {})
     if "model" not in above:
-        _refuse_code(written)
-    values = over(above, _given(written.values))
+        _refuse_code(written, places)
+    values = over(above, _given(written))
     if (recipe := RECIPES.get(name := str(values.get("recipe")))) is not None:
         if recipe.command != "train" and not several_runs:
             raise InputError(f"{{recipe=}}{name} has several runs. Use {recipe.line(name)}.")
         del values["recipe"]
-        values = over(values, read_yaml(file_of(name)).values)
-    return Written(values, {n: place for n, place in written.places.items() if n not in above})
+        of_recipe, _ = read_yaml(file_of(name))
+        values = over(values, of_recipe)
+    return values, {n: place for n, place in places.items() if n not in above}
 
 
 def _given(values: Values) -> dict[str, Any]:
     return {name: value for name, value in values.items() if is_given(value)}
 
 
-def _refuse_code(written: Written) -> None:
+def _refuse_code(written: Values, places: Mapping[str, str]) -> None:
     """Reject a model in a file that refers to code: only flags may do that. Raises InputError."""
-    model = written.values.get("model")
-    if "model" in written.places and ":" in str(model):
+    model = written.get("model")
+    if "model" in places and ":" in str(model):
         raise InputError(
-            f"{written.places['model']}: model {model} is code, which dpmac does not run from a "
+            f"{places['model']}: model {model} is code, which dpmac does not run from a "
             f"settings file. If you trust it, add {{model=}}{model} to the command line."
         )
 

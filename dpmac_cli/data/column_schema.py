@@ -100,16 +100,6 @@ NEEDS_KIND = (
 FALSE, TRUE = ("0", "no", "n", "false", "f", "off"), ("1", "yes", "y", "true", "t", "on")
 #: Types of columns that each key is for; keys that are not listed are for all.
 USED_BY = {"decimal": ("number",), "thousands": ("number",), "format": ("date",)}
-#: Keys of earlier versions, and what to do instead; values with which they did nothing.
-UNUSED: tuple[object, ...] = (None, "", [], (), {}, "accept", "number")
-REMOVED = {
-    "outside": "leave such records out",
-    "kind": "predict counts as numbers, with transform: log1p",
-    "symbol": "remove such text from the cells",
-    "parts": "compute columns such as a weekday from the date",
-    "reference": "compute a column of the age, or declare both dates",
-}
-CLEAN = "before you train (docs/clean-a-table.md)"
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -149,21 +139,6 @@ class Written(Declared):
     def point(self) -> str:
         """Return the sign before the decimals."""
         return self.decimal or ("," if self.thousands == "." else ".")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, given: Any) -> Any:
-        """Leave out keys of earlier versions that reports have, and explain those that are used."""
-        if not isinstance(given, dict):
-            return given
-        for key, instead in REMOVED.items():
-            if given.get(key) not in UNUSED:
-                raise ValueError(f"{key} is not read any more: {instead} {CLEAN}")
-        if given.get("type") == "integer":
-            raise ValueError(
-                "type: integer is not read any more: list the numbers as categories: [1, 2, 3]"
-            )
-        return {key: value for key, value in given.items() if key not in REMOVED}
 
     @model_validator(mode="after")
     def _check_signs(self) -> Self:

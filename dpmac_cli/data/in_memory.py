@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from dpmac_cli.config.facts import InMemoryData, in_memory
-from dpmac_cli.config.flags import unknown
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.kinds import schema_of_kinds
 from dpmac_cli.data.reader import Reading, as_array, register_reader
@@ -17,19 +16,6 @@ from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled
-
-
-class ArrayFacts(TypedDict, total=False):
-    """Keywords of :class:`ArrayData` besides its records and their units."""
-
-    classes: Sequence[str] | None
-    low: ArrayLike | None
-    high: ArrayLike | None
-    target_low: float | None
-    target_high: float | None
-    target_transform: str | None
-    target_name: str | None
-    name: str
 
 
 class ArrayData(InMemoryData):
@@ -72,17 +58,25 @@ class ArrayData(InMemoryData):
         *,
         unit: ArrayLike | None = None,
         unit_test: ArrayLike | None = None,
-        **facts: Unpack[ArrayFacts],
+        classes: Sequence[str] | None = None,
+        low: ArrayLike | None = None,
+        high: ArrayLike | None = None,
+        target_low: float | None = None,
+        target_high: float | None = None,
+        target_transform: str | None = None,
+        target_name: str | None = None,
+        name: str = "arrays",
     ) -> None:
-        strange = facts.keys() - ArrayFacts.__annotations__.keys()
-        raise_errors(unknown(name, ArrayFacts.__annotations__, {}) for name in sorted(strange))
-        place = _place(facts.pop("name", "arrays"))
-        records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
-        given = {**records, "unit": unit, "unit_test": unit_test, **facts}
-        given["classes"] = None if (named := facts.get("classes")) is None else list(named)
+        given = {
+            **{"x": x, "y": y, "x_test": x_test, "y_test": y_test},
+            **{"unit": unit, "unit_test": unit_test},
+            **{"low": low, "high": high, "target_low": target_low, "target_high": target_high},
+            **{"target_transform": target_transform, "target_name": target_name},
+            "classes": None if classes is None else list(classes),
+        }
         arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
-        super().__init__(place, arrays)
+        super().__init__(_place(name), arrays)
 
 
 def _is_arrays(declared: Declaration) -> bool:

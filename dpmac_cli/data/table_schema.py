@@ -60,18 +60,6 @@ def _known(encoding: str) -> str:
     return encoding
 
 
-def _only(label: Any) -> Any:
-    """Return the column to predict of a list. Raises ValueError for several."""
-    if not isinstance(label, list):
-        return label
-    if len(label) > 1:
-        raise ValueError(
-            f"has {len(label)} columns, but a model predicts one. Train one model for each number, "
-            "with a schema that has its column as the label and drops the others"
-        )
-    return label[0] if label else None
-
-
 class TableSchema(Written):
     """Public description of a table.
 
@@ -90,7 +78,7 @@ class TableSchema(Written):
     encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
-    label: Annotated[Label | None, BeforeValidator(_only)] = None
+    label: Label | None = None
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
@@ -199,8 +187,6 @@ def _line_of(where: Sequence[str | int], root: yaml.Node | None) -> str:
         return ""
     node, line = root, root.start_mark.line
     for step in where:
-        if isinstance(node, yaml.SequenceNode) and len(node.value) == 1:  # label: [{column: y}]
-            node = node.value[0]
         parts = node.value if isinstance(node, yaml.MappingNode) else ()
         named = [(key, value) for key, value in parts if key.value == str(step)]
         if not named:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli.config.networks import SCATTERED, Featuriser
+from dpmac_cli.config.networks import SCATTERED, OwnFeatures
 from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.scattering import Scattering
@@ -103,7 +103,7 @@ class OneByOne(nn.Module):
     Its random numbers are the same for each record, and it is tried that it keeps nothing.
     """
 
-    def __init__(self, features: Featuriser) -> None:
+    def __init__(self, features: OwnFeatures) -> None:
         super().__init__()
         self._features = features
 

@@ -19,7 +19,6 @@ from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.networks import (
     MODELS,
-    OWN_FEATURES,
     Backbone,
     BuiltIn,
     Features,
@@ -134,7 +133,7 @@ def _behind(
 def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Module:
     """Return what computes features of each record alone."""
     if isinstance(features, OwnFeatures):
-        return OneByOne(OWN_FEATURES[features.kind])
+        return OneByOne(features)
     assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
     return TableInputs(records)
 

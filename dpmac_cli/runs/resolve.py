@@ -13,7 +13,7 @@ from dpmac_cli.config.flags import is_given
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
 from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
-from dpmac_cli.config.sources import Values, Written, given_settings, over, read_yaml, values_of
+from dpmac_cli.config.sources import Values, given_settings, over, read_yaml, values_of
 from dpmac_cli.errors import InputError, as_keywords
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     Raises:
         InputError: lists every fault found.
     """
-    found, places = Written({}, {}) if file is None else read_yaml(file)
+    found, places = ({}, {}) if file is None else read_yaml(file)
     above = {name: value for name, value in values.items() if is_given(value)}
     below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
     if file is not None and str(below.get("dataset", "")).startswith("<"):

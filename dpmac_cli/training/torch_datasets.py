@@ -2,13 +2,13 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import ConcatDataset, Subset
 
-from dpmac_cli.data.in_memory import ArrayData, ArrayFacts
+from dpmac_cli.data.in_memory import ArrayData
 from dpmac_cli.data.reader import as_array
 from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError
@@ -21,7 +21,7 @@ def from_torch(
     *,
     unit: ArrayLike | None = None,
     unit_test: ArrayLike | None = None,
-    **facts: Unpack[ArrayFacts],
+    **facts: Any,
 ) -> ArrayData:
     """Return the records of map-style torch datasets, each read once.
 
