@@ -14,7 +14,6 @@ from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.reader import ArrayDict, Reading, register_reader
 from dpmac_cli.data.targets import DECLARED
-from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import is_labelled
 
@@ -34,9 +33,7 @@ def read_array_file(declared: Declaration) -> Reading:
     """Return the arrays of an .npz. Raises InputError with every fault found."""
     has_targets = declared.labels and is_labelled(declared.settings.task)
     needed = ("x", "y") if has_targets else ("x",)
-    arrays = read_npz(declared.path, needed)
-    numbers = read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays, numbers=numbers)
+    return Reading(read_npz(declared.path, needed))
 
 
 def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:

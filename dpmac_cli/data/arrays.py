@@ -126,7 +126,8 @@ def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> I
     shape = inputs_shape(x)
     if _is_numbers(x):
         low, high = _ends(arrays).tolist()
-        return reading.numbers(shape=shape, low=tuple(low), high=tuple(high))
+        numbers = reading.numbers or Numbers
+        return numbers(shape=shape, low=tuple(low), high=tuple(high))
     mean, std = _constants(declared, shape[0])
     return Images(shape=(shape[0], shape[1], shape[2]), mean=mean, std=std)
 

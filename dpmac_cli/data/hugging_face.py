@@ -27,7 +27,6 @@ from dpmac_cli.data.image_folder import (
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.reader import ArrayDict, Reading, as_array, register_reader
 from dpmac_cli.data.targets import CLASSES
-from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -87,8 +86,7 @@ def read_hugging_face(declared: Declaration) -> Reading:
             arrays[f"unit{side}"] = np.fromiter(_values(split, unit), object, len(split))
     if label is not None and getattr(features[label], "names", None):
         arrays[CLASSES] = np.array(features[label].names)
-    numbers = read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays, converted=images, numbers=numbers)
+    return Reading(arrays, converted=images)
 
 
 def _splits(dataset: Any, name: str) -> list[Any]:

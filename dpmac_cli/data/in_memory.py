@@ -13,7 +13,6 @@ from dpmac_cli.data.kinds import schema_of_kinds
 from dpmac_cli.data.reader import Reading, as_array, register_reader
 from dpmac_cli.data.table import table_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
-from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -86,7 +85,7 @@ def _is_arrays(declared: Declaration) -> bool:
 
 @register_reader("arrays", _is_arrays)
 def read_in_memory(declared: Declaration) -> Reading:
-    """Return arrays in memory, with texts as numbers. Raises InputError with every fault found."""
+    """Return arrays in memory. Raises InputError if there are no labels."""
     assert declared.in_memory is not None  # noqa: S101  (the reader fits only such data)
     arrays = dict(declared.in_memory.arrays or {})
     if "y" not in arrays and declared.labels and is_labelled(declared.settings.task):
@@ -94,8 +93,7 @@ def read_in_memory(declared: Declaration) -> Reading:
             f"{declared.path} has no y, the labels or numbers to predict. Without them, train a "
             "language model on texts: task='language-model'."
         )
-    numbers = read_arrays(arrays, declared.texts, str(declared.path))
-    return Reading(arrays, numbers=numbers)
+    return Reading(arrays)
 
 
 def as_new(values: Any) -> InMemoryData:

@@ -16,6 +16,7 @@ from dpmac_cli.config.facts import NONE_LEFT_OUT, LeftOut
 from dpmac_cli.config.records import Numbers
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
@@ -59,7 +60,8 @@ class Reading:
         left_out: records that cannot be used, with ``skip_bad``.
         classes: names of classes that were found, if none are declared.
         converted: whether images have the channels and the size that settings declare.
-        numbers: what numbers are, given their shape and their lowest and highest values.
+        numbers: what numbers are, given their shape and their lowest and highest values; None for
+            plain ones, and for texts, of which ``x`` is a list, one for each record.
         remarks: private notes on the records, as sentences without an end.
     """
 
@@ -67,7 +69,7 @@ class Reading:
     left_out: LeftOut = field(default=NONE_LEFT_OUT)
     classes: tuple[str, ...] = ()
     converted: bool = False
-    numbers: Callable[..., Numbers] = Numbers
+    numbers: Callable[..., Numbers] | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -118,7 +120,8 @@ def reading_of(declared: Declaration) -> Reading:
             name: of if isinstance(of, Rows) or name in NAMES else as_array(of, name)
             for name, of in reading.arrays.items()
         }
-        return replace(reading, arrays=arrays)
+        numbers = reading.numbers or read_arrays(arrays, declared.texts, str(declared.path))
+        return replace(reading, arrays=arrays, numbers=numbers)
     if not declared.path.is_file():
         raise InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
     raise InputError(

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from dpmac_cli.config.facts import left_out
 from dpmac_cli.data.class_folders import ClassFolders, new_files, new_reading
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.reader import Reading, register_reader
-from dpmac_cli.data.texts import add_ranges, as_inputs, is_blank, texts_at
+from dpmac_cli.data.texts import is_blank
 from dpmac_cli.data.values import Faults
 
 SUFFIX = ".txt"
@@ -15,19 +17,15 @@ SUFFIX = ".txt"
 @register_reader("texts", lambda declared: declared.path.is_dir() and declared.texts is not None)
 def read_folder(declared: Declaration) -> Reading:
     """Return the texts of a folder. Raises InputError with every fault, by the names of files."""
-    reader = declared.texts
-    assert reader is not None  # noqa: S101  (the reader fits only texts)
     faults, what = Faults(), f"a file of text ({SUFFIX})"
     if not declared.labels:
         names, strays = new_files(declared.path, (SUFFIX,), "a file of text")
         texts = [_read(declared.path / name, row, faults) for row, name in enumerate(names)]
-        return new_reading(declared, as_inputs(texts, reader), names, faults, strays)
+        return new_reading(declared, np.array(texts, object), names, faults, strays)
     folders = ClassFolders(declared, (SUFFIX,), (what, "texts"))
     texts = [_read(Path(file.path), row, faults) for row, file in enumerate(folders.files)]
-    arrays = folders.arrays(lambda rows: as_inputs([texts[row] for row in rows], reader), faults)
-    add_ranges(arrays, reader)
-    numbers = texts_at(reader, [(0, reader.limit)])
-    return Reading(arrays, left_out(folders.skipped), folders.classes, numbers=numbers)
+    arrays = folders.arrays(lambda rows: [texts[row] for row in rows], faults)
+    return Reading(arrays, left_out(folders.skipped), folders.classes)
 
 
 def _read(file: Path, row: int, faults: Faults) -> str:

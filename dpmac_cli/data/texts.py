@@ -14,6 +14,7 @@ from dpmac_cli.config.facts import refuse
 from dpmac_cli.config.records import Numbers, Texts
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.config.writing import WRITTEN, how_written
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.errors import InputError
 
 #: What to do about texts without an encoder.
@@ -50,23 +51,18 @@ def is_text(x: NDArray[Any]) -> bool:
     return x.ndim == 1 and (x.dtype.kind == "U" or any(isinstance(text, str) for text in x))
 
 
-def add_ranges(arrays: dict[str, Any], reader: TextReader) -> None:
-    """Add the lowest and highest values of the inputs of texts to arrays, in place."""
-    arrays["low"], arrays["high"] = map(np.array, reader.ranges(reader.limit))
-
-
 def read_arrays(
     arrays: dict[str, Any], reader: TextReader | None, name: str
-) -> Callable[..., Numbers]:
-    """Replace texts in the arrays x and x_test by their inputs, in place.
+) -> Callable[..., Numbers] | None:
+    """Replace texts in the arrays x and x_test by their inputs, in place, and add their ranges.
 
-    Returns what makes records of the numbers. Raises InputError if there are texts and no reader,
-    or a reader and something else.
+    Returns what makes records of the numbers; None without a reader. Raises InputError if there are
+    texts and no reader, or a reader and something else.
     """
     for key in [key for key in ("x", "x_test") if key in arrays]:
-        x = np.asarray(arrays[key])
+        x = arrays[key]
         if reader is None:
-            if is_text(x):
+            if not isinstance(x, Rows) and is_text(x):
                 raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
             continue
         if x.ndim != 1:
@@ -79,6 +75,6 @@ def read_arrays(
         refuse([f"Record {row} of {name} {NO_TEXT}" for row in bad], " Leave it out.")
         arrays[key] = as_inputs(texts, reader)
     if reader is None:
-        return Numbers
-    add_ranges(arrays, reader)
+        return None
+    arrays["low"], arrays["high"] = map(np.array, reader.ranges(reader.limit))
     return texts_at(reader, [(0, reader.limit)])
