@@ -4,19 +4,19 @@ A kind that was read from the records is a fact of them, which epsilon does not 
 decide it. Who trains on them checks the draft, and so declares it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import yaml
 from pyarrow import compute, parquet
 
 from dpmac_cli.config.facts import refuse
 from dpmac_cli.data.column_schema import FALSE, TRUE, UTF8, Column
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.table_cells import decoded_cells, is_one_of, kind_of, text_cells, values_in
-from dpmac_cli.data.table_schema import quoted
 from dpmac_cli.data.values import MISSING
 from dpmac_cli.errors import InputError
 
@@ -102,13 +102,12 @@ def schema_of_kinds(
     if not used:
         raise InputError("There is no column to learn from besides the label.")
     read = kinds_of(table.select([name for name in used if name not in declared]))
-    schema: dict[str, Any] = {
-        "columns": {name: {"type": declared.get(name) or read[name]} for name in used},
-        "drop": dropped,
-    }
+    schema = dict[str, Any]()
     if label is not None:
         values = list(classes or classes_of(table[label].combine_chunks()))
         schema["label"] = {"column": label, **({"classes": values} if values else NUMBER)}
+    schema["columns"] = {name: {"type": declared.get(name) or read[name]} for name in used}
+    schema["drop"] = dropped
     return schema
 
 
@@ -123,19 +122,12 @@ def draft_of_kinds(
         escaped: whether to write letters beyond ASCII as escapes.
         encoding: encoding of a CSV.
     """
-    encoded = "" if encoding == UTF8 else f"encoding: {encoding}\n"
-    return "".join([WARNING.format(file=file.name), encoded, *_lines(schema, escaped)])
-
-
-def _lines(schema: Mapping[str, Any], escaped: bool) -> Iterator[str]:
-    label = schema.get("label")
-    if label is not None:
-        yield f"label:\n  column: {quoted(label['column'], escaped)}\n"
-        if "classes" in label:
-            yield f"  classes: [{', '.join(quoted(name, escaped) for name in label['classes'])}]\n"
-        else:
-            yield "  type: number\n"
-    yield "columns:\n"
-    for name, of in schema["columns"].items():
-        yield f"  {quoted(name, escaped)}: {{type: {of['type']}}}\n"
-    yield f"drop: [{', '.join(quoted(name, escaped) for name in schema['drop'])}]\n"
+    contents = dict(schema) if encoding == UTF8 else {"encoding": encoding, **schema}
+    text: str = yaml.safe_dump(
+        contents,
+        sort_keys=False,
+        default_flow_style=None,  # a line for each column
+        width=10**6,
+        allow_unicode=not escaped,
+    )
+    return WARNING.format(file=file.name) + text
