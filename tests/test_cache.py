@@ -126,12 +126,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that this process decodes."""
     seen: list[str] = []
 
-    def watched(path: str, look: image_folder.Look) -> NDArray[Any] | str:
-        seen.append(path)
-        return plain(path, look)
+    def watched(opened: Image.Image, *how: Any, **named: Any) -> NDArray[Any] | str:
+        seen.append(str(getattr(opened.fp, "name", "")))
+        return plain(opened, *how, **named)
 
-    plain = image_folder.decoded_image
-    monkeypatch.setattr(image_folder, "decoded_image", watched)
+    plain = image_folder.decode
+    monkeypatch.setattr(image_folder, "decode", watched)
     monkeypatch.setattr(image_folder, "FEW", 1000)
     return seen
 

@@ -184,7 +184,7 @@ def decoded(paths: Sequence[str], shape: tuple[int, ...], look: Look) -> Compute
     def decode_some(some: Sequence[int]) -> tuple[NDArray[np.uint8], dict[int, str]]:
         images, faults = np.zeros((len(some), *shape), np.uint8), dict[int, str]()
         for place, row in enumerate(some):
-            image = decoded_image(paths[row], look)
+            image = looked_at(paths[row], look)
             if isinstance(image, str):
                 faults[row] = f"{paths[row]} {image}"
             else:
@@ -215,11 +215,6 @@ def decoded(paths: Sequence[str], shape: tuple[int, ...], look: Look) -> Compute
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def decoded_image(path: str, look: Look) -> NDArray[np.uint8] | str:
-    """Return a decoded image, or why it cannot be decoded."""
-    return looked_at(path, look)
 
 
 def decode(

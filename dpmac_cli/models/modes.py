@@ -31,12 +31,9 @@ class Modes:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set each module to its mode, and restore the modes that they had."""
-        before = Modes(self._network)
-        self.restore()
-        try:
+        with modes_kept(self._network):
+            self.restore()
             yield
-        finally:
-            before.restore()
 
 
 def notes_on_modes(network: nn.Module) -> list[str]:
@@ -59,8 +56,15 @@ def _drops(module: nn.Module) -> bool:
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """Set a network to evaluation mode, and restore the mode of each module."""
+    with modes_kept(network):
+        network.eval()
+        yield
+
+
+@contextmanager
+def modes_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module of a network in the end."""
     before = Modes(network)
-    network.eval()
     try:
         yield
     finally:
