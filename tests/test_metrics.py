@@ -23,6 +23,7 @@ from torch.nn.functional import one_hot
 from dpmac_cli import (
     ArrayData,
     InputError,
+    ModelError,
     finish,
     predict,
     register_task,
@@ -33,7 +34,7 @@ from dpmac_cli.cli.display import as_tables, cells_by_class
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
-from dpmac_cli.tasks.task import ASKED, METRICS, TASKS
+from dpmac_cli.tasks.task import ASKED, METRICS, TASKS, EvaluationMetric
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
 
@@ -327,3 +328,30 @@ def test_a_model_of_a_task_that_is_not_registered_is_named(
         ASKED.remove("own")
     with pytest.raises(InputError, match=r"is of the task 'own', which is not registered"):
         predict("run", x)
+
+
+@pytest.mark.parametrize("method", ["encoded", "untested"])
+def test_what_a_task_says_of_targets_when_it_fails_is_not_repeated(method: str) -> None:
+    x = np.random.default_rng(0).random((200, 3))
+    data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
+
+    def failing(_: Any, targets: Any) -> Any:
+        raise ValueError(f"a target of {targets[0]}")
+
+    Own = type("Own", (Classification,), {"asked": True, method: failing})
+    try:
+        register_task("own")(Own)
+        with pytest.raises(InputError, match="The task 'own' failed on <arrays>: ValueError") as at:
+            resolve(dataset=data, task="own", sigma=4, steps=2)
+    finally:
+        TASKS.pop("own")
+        ASKED.remove("own")
+    assert "a target of" not in str(at.value)
+    assert "a target of" in str(at.value.__cause__)
+
+
+def test_a_metric_that_returns_text_is_named() -> None:
+    labels, logits = drawn(2, 40)
+    metric = EvaluationMetric("verdict", "verdict", lambda of: "good")  # type: ignore[arg-type,return-value]
+    with pytest.raises(ModelError, match="'verdict' returned a str: it must return one number"):
+        metric.value(evaluated_of(labels, logits).compared)

@@ -1,6 +1,6 @@
 """Programs that are right in unusual ways, and are trained as they mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -120,13 +120,15 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], BatchLoss, Callable[[], Ba
 }
 
 
-def expected_sum(net: nn.Module, loss: BatchLoss, batch: Batch) -> Tensor:
-    """Sum the clipped gradients of records alone, by autograd."""
+def expected_sum(
+    net: nn.Module, loss: BatchLoss, batch: Batch, weights: Sequence[float] = (1.0,) * RECORDS
+) -> Tensor:
+    """Sum the clipped gradients of records alone, by autograd, times their weights."""
     total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
     for row in range(RECORDS):
         one = loss(net, tuple(part[row : row + 1] for part in batch)).sum()
         g = torch.cat([g.flatten() for g in torch.autograd.grad(one, [*net.parameters()])]).double()
-        total += g * min(1.0, RADIUS / float(g.norm()))
+        total += weights[row] * g * min(1.0, RADIUS / float(g.norm()))
     return total
 
 
@@ -153,6 +155,19 @@ def test_an_example_gives_numbers_that_cannot_be_made_up() -> None:
     keywords: dict[str, Any] = {"sigma": 1, "steps": 1, "delta": 1e-5}
     step = PrivateStep(mlp(), normalised, sampling=sampling, example=batch, **keywords)
     assert step.taken == 0
+
+
+def test_weights_that_hold_a_tensor_get_records_in_its_dtype() -> None:
+    net, importance = mlp(), torch.ones(COLUMNS)
+
+    def weights(batch: Batch) -> Tensor:
+        return (batch[0] @ importance).sigmoid()
+
+    clipped = clipped_grad(net, cross_entropy, ball(RADIUS), batch_size=RECORDS, weights=weights)
+    batch = inputs(), labels()
+    expected = expected_sum(net, cross_entropy, batch, weights(batch).tolist())
+    found = flat(net, clipped, clipped(batch))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_made_up_numbers_are_normal_where_these_work() -> None:

@@ -25,7 +25,7 @@ from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.copies import are_expected, copies_among, sides_of
 from dpmac_cli.data.dataset import Dataset, Declaration, Split
 from dpmac_cli.data.ranges import remarks_on_ranges
-from dpmac_cli.data.reader import ArrayDict, Reading
+from dpmac_cli.data.reader import ArrayDict, Reading, code_of_program
 from dpmac_cli.data.targets import (
     CLASSES,
     faults_of_array,
@@ -69,16 +69,19 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     is_numbers = _is_numbers(x)
     copies, tested = copies_among(contents)
     remarks = remarks_on_ranges(channels_first(x), arrays, declared, number) if is_numbers else ()
+    with code_of_program(f"The task '{task.kind}'", declared):
+        targets, untested = [task.encoded(y) for _, y, _ in sides], task.untested(sides[1].y)
     notes = PrivateNotes(
         LeftOut(*(tuple(map(escaped, said)) for said in (left_out.records, left_out.reasons))),
-        untested=task.untested(sides[1].y),
+        untested=untested,
         copies=0 if facts.unit else copies,
         tested=tested,
         remarks=(*reading.remarks, *remarks),
         expected=copies > 0 and is_numbers and _are_expected(arrays, declared),
     )
     train, test = (
-        Split(inputs_of(x, facts.records), task.encoded(y), unit) for x, y, unit in sides
+        Split(inputs_of(side.x, facts.records), y, side.unit)
+        for side, y in zip(sides, targets, strict=True)
     )
     return Dataset(train, test, facts, notes)
 

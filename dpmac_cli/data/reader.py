@@ -5,7 +5,8 @@ A reader is a function of a :class:`~dpmac_cli.data.dataset.Declaration`, regist
 readers: :func:`~dpmac_cli.data.arrays.dataset_of_arrays`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from dpmac_cli.config.records import Numbers
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.texts import read_arrays
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import DpmacError, InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled
 
 #: Lists that name new records.
@@ -131,17 +132,27 @@ def reading_of(declared: Declaration) -> Reading:
     )
 
 
-def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
-    """Read a dataset with a reader of a program, and check what it returns. Raises InputError."""
+@contextmanager
+def code_of_program(what: str, declared: Declaration) -> Iterator[None]:
+    """Convert a failure of a program's code on records to an InputError, without its message.
+
+    ``what`` names the code.
+    """
     try:
-        reading = read(declared)
-    except (InputError, MemoryError):
+        yield
+    except (DpmacError, MemoryError):
         raise
     except Exception as failure:
         raise InputError(
-            f"The reader '{kind}' failed on {declared.path}: {type(failure).__name__}. Its message "
-            "may contain private records, so it is not repeated: it is the __cause__ of this error."
+            f"{what} failed on {declared.path}: {type(failure).__name__}. Its message may contain "
+            "private records, so it is not repeated: it is the __cause__ of this error."
         ) from failure
+
+
+def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
+    """Read a dataset with a reader of a program, and check what it returns. Raises InputError."""
+    with code_of_program(f"The reader '{kind}'", declared):
+        reading = read(declared)
     if not isinstance(reading, Reading):
         raise InputError(
             f"The reader '{kind}' returned {type(reading).__name__}: it must return a Reading."

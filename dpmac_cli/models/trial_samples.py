@@ -21,6 +21,7 @@ from dpmac_cli.dp.clipping.batches import (
     tensors_in,
 )
 from dpmac_cli.dp.clipping.vmap_support import unwrapped
+from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.randomness.layers import forked, seed_all
 
 #: Number of parameters to name; of more, the first and the last are named.
@@ -99,7 +100,9 @@ class Objective(nn.Module):
         return self.loss(self.network, batch)
 
 
-def fitted(model: nn.Module, structure: Structure) -> Structure:
+def fitted(
+    model: nn.Module, structure: Structure, weigh: RecordWeights | None = None
+) -> Structure:
     """Return a structure whose made-up rows a network or its loss can be tried on.
 
     Trials are most precise in float64, which a network fails in if it has tensors of its own in
@@ -110,9 +113,11 @@ def fitted(model: nn.Module, structure: Structure) -> Structure:
     Args:
         model: maps a batch to losses. It is not changed.
         structure: structure of a sample, perhaps with the rows of a public example.
+        weigh: weights of a program, which are tried on the same rows; None without.
     """
     try:
-        return next(filter(lambda each: _works(model, each), _ways(model, structure)), structure)
+        ways = _ways(model, structure)
+        return next(filter(lambda each: _works(model, each, weigh), ways), structure)
     except (Exception, SystemExit):  # noqa: BLE001  (it cannot be copied: validation says so)
         return structure
 
@@ -135,7 +140,7 @@ def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
             yield replace(structure, numbers=kind, own=own)
 
 
-def _works(model: nn.Module, structure: Structure) -> bool:
+def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
     """Return whether a network has finite losses for made-up samples, none of them rounded more."""
     network = copy.deepcopy(model)
     network = network if structure.own else network.double()
@@ -145,7 +150,10 @@ def _works(model: nn.Module, structure: Structure) -> bool:
         with forked(), torch.no_grad(), noticed:
             seed_all(0)
             for row in range(samples_in(rows)):
-                losses += tensors_in(network(map_rows(itemgetter(slice(row, row + 1)), rows)))
+                record = map_rows(itemgetter(slice(row, row + 1)), rows)
+                losses += tensors_in(network(record))
+                if weigh is not None:
+                    weigh(record, record, torch.empty(0))
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
         return False
     finite = all(bool(loss.isfinite().all()) for loss in losses)

@@ -103,7 +103,7 @@ def resampled(
             times = np.bincount(generator.integers(units, size=units), minlength=units)
             some = replace(of, weights=times[of.owners].astype(float))
             for metric, seen in drawn.items():
-                seen.append(metric.of(some))
+                seen.append(metric.value(some))
     return {metric.name: np.array(seen) for metric, seen in drawn.items()}
 
 

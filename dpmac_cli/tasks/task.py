@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from dpmac_cli.errors import ModelError
 from dpmac_cli.libraries import np
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ class EvaluationMetric:
     def share(self) -> bool:
         """Return whether it is a share, from 0 to 1."""
         return self.ends == SHARE
+
+    def value(self, compared: Compared) -> float:
+        """Return the metric; nan if it is not defined. Raises ModelError if it is no number."""
+        found: Any = self.of(compared)
+        if not hasattr(found, "__float__"):
+            raise ModelError(
+                f"The metric '{self.name}' returned a {type(found).__name__}: it must return one "
+                "number."
+            )
+        return float(found)
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""

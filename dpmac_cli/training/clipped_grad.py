@@ -132,7 +132,7 @@ class ClippedGrad:
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
         check_rows(example, None)
-        structure = fitted(self._objective, Structure.of(example))
+        structure = fitted(self._objective, Structure.of(example), self._weigh)
         check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
         key = secrets.token_bytes(KEY_BYTES)
         draws, places = LayerDraws(key), RandomPlaces(key, int(most_samples(self._batch)) + 1)

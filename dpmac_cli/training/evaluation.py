@@ -104,13 +104,13 @@ class Evaluation:
         """
         metric = {metric.name: metric for metric in self.task.metrics}[name]
         with code_of_task():
-            return metric.of(self.compared)
+            return metric.value(self.compared)
 
     @cached_property
     @code_of_task()
     def metrics(self) -> dict[str, float]:
         """All metrics of the task by name; nan if they are not defined."""
-        return {metric.name: metric.of(self.compared) for metric in self.task.metrics}
+        return {metric.name: metric.value(self.compared) for metric in self.task.metrics}
 
     def intervals(
         self, names: Iterable[str] | None = None, resamples: int | None = None

@@ -353,7 +353,7 @@ class PrivateStep(PrivateProgram):
         self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
-        structure = fitted(objective, structure)
+        structure = fitted(objective, structure, self._weigh)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
         rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
         with full_float32():
