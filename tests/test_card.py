@@ -55,7 +55,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
     script = code(card(finished.folder)) + (
         "\nimport sys\n"
         "test = torch.load('test.pt')\n"
-        "right = classify(test['images']) == test['labels']\n"
+        "right = predict(test['images']) == test['labels']\n"
         "assert not [name for name in sys.modules if name.startswith('dpmac')]\n"
         "print(int(right.sum()))\n"
     )
@@ -119,7 +119,7 @@ def test_the_code_of_a_table_predicts_what_dpmac_predict_does(label: str) -> Non
         os.chdir(where)
     for found in (rows, rows.double()):
         if label == "outcome":
-            assert [("home", "ward")[k] for k in names["classify"](found).tolist()] == said
+            assert [("home", "ward")[k] for k in names["predict"](found).tolist()] == said
         else:
             assert names["predict"](found).tolist() == pytest.approx([*map(float, said)], rel=1e-5)
     assert len(set(said)) > 1

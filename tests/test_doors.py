@@ -223,4 +223,4 @@ def test_a_program_has_the_network_that_was_trained(kind: str, standardise: str 
     with contextlib.chdir(folder):
         exec(code, names)
     raw = torch.from_numpy(x) if kind == "numbers" else inputs.to(torch.uint8)
-    assert names["classify"](raw.float() if kind == "numbers" else raw).tolist() == found.tolist()
+    assert names["predict"](raw.float() if kind == "numbers" else raw).tolist() == found.tolist()

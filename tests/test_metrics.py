@@ -330,6 +330,7 @@ def test_a_model_of_a_task_that_is_not_registered_is_named(
         predict("run", x)
 
 
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("method", ["encoded", "untested"])
 def test_what_a_task_says_of_targets_when_it_fails_is_not_repeated(method: str) -> None:
     x = np.random.default_rng(0).random((200, 3))

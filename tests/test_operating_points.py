@@ -97,7 +97,7 @@ def test_evaluation_prediction_and_card_decide_at_the_stored_point() -> None:
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace('"model.safetensors"', '"run/model.safetensors"'), scope)
     rows = torch.from_numpy(x)
-    assert [NAMES[k] for k in scope["classify"](rows).tolist()] == list(found.predicted)
+    assert [NAMES[k] for k in scope["predict"](rows).tolist()] == list(found.predicted)
 
 
 def _numbers(report: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_the_code_of_a_card_computes_the_same_probabilities() -> None:
     rows = torch.from_numpy(x)
     predictions = dpmac_cli.predict("run", x)
     assert scope["probabilities"](rows).numpy() == pytest.approx(predictions.answers, abs=1e-5)
-    assert scope["classify"](rows).tolist() == predictions.outputs.argmax(1).tolist()
+    assert scope["predict"](rows).tolist() == predictions.outputs.argmax(1).tolist()
     assert "| histogram of the training records | 1 | every unit | 1 |" in card
 
 

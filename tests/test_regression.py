@@ -268,7 +268,7 @@ def _check_predictions(folder: Path, where: Path) -> None:
 
 def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
     ends = np.array([[-1.0], [1.0], [1.0], [0.0]])
-    found = PLAIN.compared(ends, np.array([[-1.0], [1.0], [0.0], [1.0]]))
+    found = PLAIN.compared(ends, np.array([[-1.0], [1.0], [0.0], [1.0]]), np.arange(4))
     assert coverage(found) == 0.75
 
 

@@ -202,9 +202,7 @@ def predict(
     if found.skipped.records:
         console.print_notes([found.skipped.note(str(data))])
     if lost := found.unanswered:
-        they = "it has" if lost == 1 else "they have"
-        some = f"for {counted(lost, 'record')} the output is NaN, so {they} {found.task.unknown}"
-        console.print_notes([some])
+        console.print_notes([f"{counted(lost, 'record')} without a prediction: the output is NaN"])
     if not quiet:
         written = counted(len(found.records), "record")
         console.stdout().print(Text(f"{out}: predictions for {written}"))

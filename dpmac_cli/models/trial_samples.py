@@ -100,9 +100,7 @@ class Objective(nn.Module):
         return self.loss(self.network, batch)
 
 
-def fitted(
-    model: nn.Module, structure: Structure, weigh: RecordWeights | None = None
-) -> Structure:
+def fitted(model: nn.Module, structure: Structure, weigh: RecordWeights | None = None) -> Structure:
     """Return a structure whose made-up rows a network or its loss can be tried on.
 
     Trials are most precise in float64, which a network fails in if it has tensors of its own in

@@ -195,10 +195,8 @@ class Classification(Task):
     point: OperatingPoint | None = field(default=None, compare=False)
 
     of_record: ClassVar[str] = "one class"
-    unknown: ClassVar[str] = "no class"
     noun: ClassVar[str] = "classifier"
     listed: ClassVar[str] = "classes"
-    function: ClassVar[str] = "classify"
     result: ClassVar[str] = "The result is the index of the class in the list above, from 0."
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
@@ -343,7 +341,7 @@ class Classification(Task):
         return {"predicted": predicted, **{f"p_{name}": part for name, part in probabilities}}
 
     def compared(
-        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
         """Compare outputs with targets. A record whose output contains NaN is wrong."""
         lost = np.isnan(outputs).any(1)
@@ -351,7 +349,6 @@ class Classification(Task):
         truth: NDArray[np.bool_] = np.equal(targets[:, None], np.arange(self.outputs))
         worst = 2 - 3 * truth.astype(np.float32)
         scores = np.where(lost.reshape(-1, 1), worst, self.answers(outputs))
-        owners = np.arange(len(targets)) if owners is None else owners
         return Compared(targets, guess, owners, scores)
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:

@@ -38,10 +38,8 @@ class LanguageModel(Task):
     names: tuple[str, ...] = ("next token",)
 
     of_record: ClassVar[str] = "a text to continue"
-    unknown: ClassVar[str] = "no continuation"
     noun: ClassVar[str] = "language model"
     listed: ClassVar[str] = "predicts"
-    function: ClassVar[str] = "score"
     result: ClassVar[str] = "The result is the perplexity of each text."
     losses: ClassVar[tuple[str, ...]] = ("next-token",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
@@ -88,13 +86,8 @@ class LanguageModel(Task):
         return {"perplexity": [float(f"{number:.7g}") for number in numbers]}
 
     def compared(
-        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
         """Return losses of test records in nats as guesses, of which the best is 0."""
         losses = outputs[:, 0].astype(np.float64)
-        owners = np.arange(len(losses)) if owners is None else owners
         return Compared(losses * 0, losses, owners, np.zeros((len(losses), 0), np.float32))
-
-    def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
-        """Raise ValueError: no metric can be released with noise."""
-        raise ValueError("a perplexity has no largest value")

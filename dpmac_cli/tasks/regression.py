@@ -91,10 +91,8 @@ class Regression(Task):
     level: float = field(default=LEVEL, compare=False)
 
     of_record: ClassVar[str] = "one number"
-    unknown: ClassVar[str] = "no number"
     noun: ClassVar[str] = "regression model"
     listed: ClassVar[str] = "target"
-    function: ClassVar[str] = "predict"
     result: ClassVar[str] = "The result is the predicted number, on the scale of the target."
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
@@ -252,14 +250,13 @@ class Regression(Task):
         }
 
     def compared(
-        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
         truth, guess = self.decoded(targets)[:, 0], self.decoded(outputs)[:, 0]
         low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
         guess = np.where(np.isnan(guess), worst, guess)
-        owners = np.arange(len(truth)) if owners is None else owners
         return Compared(truth, guess, owners, np.zeros((len(truth), 0), np.float32))
 
     def shares(self, of: Compared) -> Floats:

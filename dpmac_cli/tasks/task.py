@@ -145,9 +145,8 @@ class Task(ABC):
         names: names of the outputs, in their order.
         kind: name of the task in ``--task`` and in reports; :func:`register_task` sets it.
         of_record: what a record has, in words.
-        unknown: what a record has whose output contains NaN, in words.
-        noun, listed, function, result: what the model is, the title of the names of its outputs, a
-            function that predicts, and a sentence on its result, in a model card.
+        noun, listed, result: what the model is, the title of the names of its outputs, and a
+            sentence on what the function ``predict`` returns, in a model card.
         losses: losses that fit, the default first; it is also the test loss.
         functions: losses that :func:`~dpmac_cli.dp.losses.build_loss` does not know, by name. Each
             takes outputs and targets, torch tensors with one row per sample, and returns one loss
@@ -167,10 +166,8 @@ class Task(ABC):
 
     kind: ClassVar[str]
     of_record: ClassVar[str]
-    unknown: ClassVar[str]
     noun: ClassVar[str]
     listed: ClassVar[str]
-    function: ClassVar[str]
     result: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
     functions: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {}
@@ -333,19 +330,20 @@ class Task(ABC):
 
     @abstractmethod
     def compared(
-        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
         """Return predictions for outputs, shape (records, outputs), beside targets.
 
-        ``owners`` is the index of each record's unit of privacy; None if each record is one.
+        ``owners`` is the index of each record's unit of privacy, shape (records,).
         """
 
-    @abstractmethod
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
         """Return what each record adds to a covered score, and the most that it can add.
 
-        Integers from 0 to the second value, shape (records,).
+        Integers from 0 to the second value, shape (records,). Raises ValueError if no metric can be
+        released with noise.
         """
+        raise ValueError(f"{self.kind} has no covered score")
 
     def constant(self, of: Compared) -> dict[str, float]:
         """Return what some metrics are for the best constant prediction, by their names."""

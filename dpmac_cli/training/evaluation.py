@@ -65,7 +65,7 @@ class Evaluation:
     @code_of_task()
     def compared(self) -> Compared:
         """Predictions beside targets."""
-        owners = None if self.units is None else self.units.owners
+        owners = np.arange(self.samples) if self.units is None else self.units.owners
         return self.task.compared(self.logits.numpy(), self.labels.numpy(), owners)
 
     @property

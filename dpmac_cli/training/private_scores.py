@@ -117,10 +117,11 @@ def _counted(result: Evaluation) -> tuple[NDArray[np.int64], int]:
     task, outputs, targets = result.task, result.logits.numpy(), result.labels.numpy()
     if type(task).__module__.startswith("dpmac_cli."):
         return task.counted(result.compared)
-    _, most = task.counted(task.compared(*task.examples()))
+    made_up, of_made_up = task.examples()
+    _, most = task.counted(task.compared(made_up, of_made_up, np.arange(len(made_up))))
     counted = np.empty(len(targets), np.int64)
     for row in range(len(targets)):
-        of = task.compared(outputs[row : row + 1], targets[row : row + 1])
+        of = task.compared(outputs[row : row + 1], targets[row : row + 1], np.arange(1))
         added, _ = task.counted(of)
         counted[row] = min(max(int(added.item()), 0), most)
     return counted, most
