@@ -1,4 +1,7 @@
-"""Files of records in folders named after their classes, with or without train/ and test/ above."""
+"""Files of records in folders named after their classes, with or without train/ and test/ above.
+
+New records, without labels, are in folders of any names.
+"""
 
 import os
 import re
@@ -10,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import complaints, left_out, some_of
+from dpmac_cli.config.facts import complaints, some_of
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.data.reader import Reading
 from dpmac_cli.data.targets import check_classes
 from dpmac_cli.data.units import unit_name
-from dpmac_cli.data.values import Faults
 from dpmac_cli.errors import InputError, raise_errors
 
 TRAIN, TESTS = "train", ("test", "validation", "val")
@@ -26,7 +27,6 @@ FOLDER = "folder"
 #: Label of a file of no class.
 NO_CLASS = -1
 #: What to do about files that are no records, and about records that cannot be used.
-REMOVE_STRAYS = " Remove such files, or add {skip_bad} to leave them out."
 UNLESS_SKIPPED = " Correct or remove them, or add {skip_bad} to leave them out."
 #: How to name the unit of each file.
 UNIT_OF = (
@@ -46,7 +46,7 @@ class FoundFile(NamedTuple):
 
 
 class ClassFolders:
-    """Files of records in folders named after their classes, at any depth.
+    """Files of records in folders named after their classes, at any depth; new ones in any folder.
 
     Args:
         declared: the dataset.
@@ -54,7 +54,7 @@ class ClassFolders:
         what: a record, and several, in words.
 
     Attributes:
-        classes: their names, in the order of the labels.
+        classes: their names, in the order of the labels; () for new records, whose label is 0.
         files: files of records, those of training records first.
         names: their paths below the dataset's folder.
         skipped: why files are left out.
@@ -67,9 +67,11 @@ class ClassFolders:
         self._declared, self._suffixes, self._what = declared, suffixes, what
         self.faults, self.skipped = list[str](), list[str]()
         self._seen: dict[str, str] = {}  # names of folders, by where links lead
-        self._parts = splits_of(declared)
-        self.classes = declared.classes or tuple(self._class_names())
-        check_classes(self.classes, declared)
+        self._parts, self.classes = [declared.path], declared.classes or ()
+        if declared.labels:
+            self._parts = splits_of(declared)
+            self.classes = self.classes or tuple(self._class_names())
+            check_classes(self.classes, declared)
         listed = [self._listed(part) for part in self._parts]
         self.files = [file for some in listed for file in some]
         self._part_of = np.repeat(range(len(listed)), [len(some) for some in listed])
@@ -107,9 +109,10 @@ class ClassFolders:
         labels, found = {name: label for label, name in enumerate(self.classes)}, []
         for path in tree(part, self.skipped, self._seen):
             name, folder, _ = path.removeprefix(f"{part}{os.sep}").partition(os.sep)
-            if not folder and not self._is_record(name):
+            if self.classes and not folder and not self._is_record(name):
                 continue  # beside the folders of classes
-            file = self._file(path, labels.get(name, NO_CLASS) if folder else NO_CLASS)
+            label = labels.get(name, NO_CLASS) if folder else NO_CLASS
+            file = self._file(path, label if self.classes else 0)
             if isinstance(file, str):
                 self.skipped.append(f"{path} {file}")
             else:
@@ -125,7 +128,7 @@ class ClassFolders:
         except OSError as failure:  # such as a broken link, or one to itself
             return f"cannot be read as {self._what[0]} ({failure.strerror})"
         if not self._is_record(path):
-            text = path.lower().endswith(".txt")
+            text = bool(self.classes) and path.lower().endswith(".txt")
             return f"is not {self._what[0]}" + " (texts need {backbone=}minilm)" * text
         return found if os.path.isfile(path) else "is not a regular file"
 
@@ -220,38 +223,6 @@ def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]
             continue
         folders[:] = visible(folders)
         yield from (os.path.join(where, name) for name in visible(files))
-
-
-def new_files(folder: Path, suffixes: tuple[str, ...], what: str) -> tuple[list[str], list[str]]:
-    """Return the names of files of records in a folder and below it, and what other files are.
-
-    Args:
-        suffixes: of the names of files of records.
-        what: a record, in words.
-    """
-    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
-    strays = [name for name in names if not name.lower().endswith(suffixes)]
-    records = [name for name in names if name.lower().endswith(suffixes)]
-    return records, [f"{folder / name} is not {what}" for name in strays]
-
-
-def new_reading(
-    declared: Declaration, x: Any, names: Sequence[str], faults: Faults, strays: Sequence[str]
-) -> Reading:
-    """Return the usable ones of some new files. Raises InputError for others without ``skip_bad``.
-
-    Args:
-        x: records of all files, in their order.
-        faults: why files cannot be used, by their numbers.
-        strays: why other files are no records.
-    """
-    if not declared.settings.skip_bad:
-        unusable = complaints([*faults.values()], UNLESS_SKIPPED)
-        raise_errors([*complaints(strays, REMOVE_STRAYS), *unusable])
-    used = np.flatnonzero(~np.isin(range(len(names)), [*faults]))
-    arrays = {"x": x[used], "name": [names[row] for row in used.tolist()]}
-    return Reading(arrays, left_out(strays) + left_out([*faults.values()]))
 
 
 def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:

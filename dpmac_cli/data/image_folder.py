@@ -17,13 +17,7 @@ from PIL import Image
 
 from dpmac_cli.config.facts import complaints, left_out
 from dpmac_cli.data.cache import WHOLE, Computed, RowFile, Rows, complete, kept_file
-from dpmac_cli.data.class_folders import (
-    UNLESS_SKIPPED,
-    ClassFolders,
-    FoundFile,
-    new_files,
-    new_reading,
-)
+from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.errors import RunError, raise_errors
@@ -62,33 +56,33 @@ def read_images(declared: Declaration) -> Reading:
 
     Raises InputError with every fault found.
     """
-    if not declared.labels:
-        return _read_new(declared)
     folders = ClassFolders(declared, SUFFIXES, ("an image", "images"))
-    images = folders.files
-    path = _decoded_file(declared, images)
-    if (file := complete(path)) is None:
-        shape = _survey(declared, images, folders.faults)
-        raise_errors(folders.faults)
-        look = partial(decode, shape=shape, levels=declared.settings.levels)
-        file = _decoded(path, [image.path for image in images], shape, look)
+    file = _decoded(declared, folders) if declared.labels else _decoded_for_now(declared, folders)
     arrays = folders.arrays(lambda rows: Rows(file, rows), file.faults)
     return Reading(arrays, left_out(folders.skipped), folders.classes, converted=True)
 
 
-def _read_new(declared: Declaration) -> Reading:
-    """Return the images in a folder and below it, which must be as the model needs them.
+def _decoded(declared: Declaration, folders: ClassFolders) -> RowFile:
+    """Return the file of decoded images, which are decoded unless it is there."""
+    path = _decoded_file(declared, folders.files)
+    if (file := complete(path)) is not None:
+        return file
+    shape = _survey(declared, folders.files, folders.faults)
+    raise_errors(folders.faults)
+    look = partial(decode, shape=shape, levels=declared.settings.levels)
+    return _file_of(path, folders.files, shape, look)
 
-    They are decoded into a file that has no name any more once it is open, so nothing is kept.
+
+def _decoded_for_now(declared: Declaration, folders: ClassFolders) -> RowFile:
+    """Return the file of decoded new images, which must be as the model needs them.
+
+    It has no name any more once it is open, so nothing is kept.
     """
-    names, strays = new_files(declared.path, SUFFIXES, "an image")
-    if not names:
-        return new_reading(declared, np.empty((0, *declared.shape), np.uint8), [], {}, strays)
-    look = partial(decode_new, declared=declared)
     path = cache_folder() / f"{secrets.token_hex(32)}{WHOLE}"
-    file = _decoded(path, [str(declared.path / name) for name in names], declared.shape, look)
+    look = partial(decode_new, declared=declared)
+    file = _file_of(path, folders.files, declared.shape, look)
     path.unlink(missing_ok=True)
-    return new_reading(declared, Rows(file, np.arange(len(file))), names, file.faults, strays)
+    return file
 
 
 def decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] | str:
@@ -106,10 +100,13 @@ def decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] 
     return decode(opened, declared.shape, settings.levels)
 
 
-def _decoded(path: Path, paths: Sequence[str], shape: tuple[int, ...], look: Look) -> RowFile:
-    """Return the file of decoded images, which are decoded unless it is there."""
-    rows, kind = len(paths), np.dtype(np.uint8)
-    return kept_file(path, rows, shape, kind, lambda: decoded(paths, shape, look), what="images")
+def _file_of(
+    path: Path, images: Sequence[FoundFile], shape: tuple[int, ...], look: Look
+) -> RowFile:
+    """Return a file of decoded images, which are decoded unless it is there."""
+    paths, kind = [image.path for image in images], np.dtype(np.uint8)
+    compute = partial(decoded, paths, shape, look)
+    return kept_file(path, len(paths), shape, kind, compute, what="images")
 
 
 def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:

@@ -52,7 +52,7 @@ def read_own(declared: Declaration) -> Dataset:
 
 
 def read_new(declared: Declaration) -> Reading:
-    """Read records without labels, with the ``name`` of each: of its file, or its row from 0.
+    """Read records without labels, with the ``name`` of each: its key, or its row from 0.
 
     Unusable ones are left out with ``skip_bad``. Raises InputError with every fault found, or if
     there is no record.
@@ -63,7 +63,8 @@ def read_new(declared: Declaration) -> Reading:
         what = f"{declared.path} contains no records"
         what += " that can be used" * bool(reading.left_out.records)
         refuse([what, *reading.left_out.reasons])
-    return replace(reading, arrays={"name": range(count), **reading.arrays})
+    names = [*reading.arrays.get("key", range(count))]
+    return replace(reading, arrays={"name": names, **reading.arrays})
 
 
 def declaration(

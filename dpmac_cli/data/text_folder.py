@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from dpmac_cli.config.facts import left_out
-from dpmac_cli.data.class_folders import ClassFolders, new_files, new_reading
+from dpmac_cli.data.class_folders import ClassFolders
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.reader import Reading, register_reader
 from dpmac_cli.data.texts import is_blank
@@ -17,12 +15,8 @@ SUFFIX = ".txt"
 @register_reader("texts", lambda declared: declared.path.is_dir() and declared.texts is not None)
 def read_folder(declared: Declaration) -> Reading:
     """Return the texts of a folder. Raises InputError with every fault, by the names of files."""
-    faults, what = Faults(), f"a file of text ({SUFFIX})"
-    if not declared.labels:
-        names, strays = new_files(declared.path, (SUFFIX,), "a file of text")
-        texts = [_read(declared.path / name, row, faults) for row, name in enumerate(names)]
-        return new_reading(declared, np.array(texts, object), names, faults, strays)
-    folders = ClassFolders(declared, (SUFFIX,), (what, "texts"))
+    faults = Faults()
+    folders = ClassFolders(declared, (SUFFIX,), (f"a file of text ({SUFFIX})", "texts"))
     texts = [_read(Path(file.path), row, faults) for row, file in enumerate(folders.files)]
     arrays = folders.arrays(lambda rows: [texts[row] for row in rows], faults)
     return Reading(arrays, left_out(folders.skipped), folders.classes)

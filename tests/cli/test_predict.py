@@ -103,9 +103,8 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     assert "colour/y/0.png has colours, but the model needs grey images" in said
     assert "colour/y/1.png cannot be read as an image (damaged, or of an unknown format)" in said
     Path("colour/notes.txt").write_text("")
-    assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in refused(
-        run, "colour"
-    )
+    said = refused(run, "colour")
+    assert "colour/notes.txt is not an image. Correct or remove them, or add --skip-bad" in said
     pictures(Path("new"), names=("z",))
     expected = [row for row in predicted(run, "new/z") if row["file"] != "0.png"]
     Path("new/z/0.png").write_bytes(b"no image")
