@@ -34,8 +34,7 @@ from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.loaders import on_device
+from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws

@@ -157,7 +157,7 @@ def test_counts_are_projected_to_the_nearest_of_the_same_sum() -> None:
 
 
 def test_intervals_stay_in_the_range_of_the_target() -> None:
-    task = Regression.of("cost", 0, 1000, "log1p").calibrated(
+    task = Regression(("cost",), 0, 1000, "log1p").calibrated(
         np.full(len(EDGES) + 1, 5.0), 1.0, 125
     )
     low, high = task.between(np.array([[-3.0], [0.0], [3.0]]))

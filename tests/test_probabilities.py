@@ -205,9 +205,9 @@ def test_a_task_of_a_program_is_left_alone() -> None:
         """Numbers of a program."""
 
     assert Classification(NAMES).calibrates
-    assert Regression.of("y", 0, 1).calibrates
+    assert Regression(("y",), 0, 1).calibrates
     assert not Own(NAMES).calibrates
-    assert not Numbers.of("y", 0, 1).calibrates
+    assert not Numbers(("y",), 0, 1).calibrates
     plan = plan_of(epsilon=1.0)
     facts = replace(plan.facts, task=Own(NAMES))
     asked = Settings.model_validate({"epsilon": 1.0})

@@ -18,8 +18,7 @@ from torchvision.transforms import ToTensor
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.models.dataset import Data, Split
-from dpmac_cli.models.loaders import on_device
+from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.release import prediction
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare

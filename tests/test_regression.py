@@ -40,8 +40,8 @@ drop: [person]
 """
 
 
-TASK = Regression.of("cost", 0.0, 10_000.0, "log1p")
-PLAIN = Regression.of("y", -5.0, 20.0)
+TASK = Regression(("cost",), 0.0, 10_000.0, "log1p")
+PLAIN = Regression(("y",), -5.0, 20.0)
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
@@ -123,11 +123,10 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     assert "must be one number each" in said(target_low=0)
     assert "1e+30. Swap them." in said(target_low=1, target_high=0)
     assert "contradict" in said(**both, classes=["a", "b"])
-    one_each = "A model predicts one number: train one model for each, such as y[:, 0]"
-    assert f"y has 3 numbers per record. {one_each}" in said(np.zeros((40, 3)), **both)
+    assert "y must have one number per record, such as y[:, 0]" in said(np.zeros((40, 3)), **both)
     several = {"target_low": [0, 1], "target_high": [1, 2]}
-    assert f"are declared for 2 numbers. {one_each}" in said(**several)
-    assert f"are declared for 2 numbers. {one_each}" in said(np.zeros((40, 2)), **several)
+    assert "must be one number each" in said(**several)
+    assert "must be one number each" in said(np.zeros((40, 2)), **several)
     assert "For several labels, train one model for each" in said(np.zeros((40, 2), int))
     assert "one number per record" in said(np.zeros((40, 1, 1)), **both)
     assert "y has a target that is NaN or infinite" in said([*y[:3], math.nan, *y[4:]], **both)

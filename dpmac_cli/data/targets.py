@@ -21,8 +21,6 @@ DECLARED = ("target_low", "target_high", "target_transform", "target_name")
 #: Array of class names.
 CLASSES = "classes"
 NO_LABEL = -1
-#: Remedy for several numbers per record.
-ONE_NUMBER = "A model predicts one number: train one model for each"
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -49,27 +47,21 @@ def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
     given = {"target_name": np.array("y"), "target_transform": np.array("none")}
     given |= {name: arrays[name] for name in DECLARED if name in arrays}
     ends = [given.get(name, np.array([])) for name in DECLARED[:2]]
-    count, faults = max(of.size for of in given.values()), list[str]()
+    faults = list[str]()
     if CLASSES in arrays:
         faults.append(
             "classes and target_low contradict: the first is for classes, the second for "
             "numbers to predict. Leave one of them out"
         )
-    if count > 1:
-        faults.append(
-            f"target_low, target_high and others are declared for {count} numbers. {ONE_NUMBER}, "
-            "such as y[:, 0], with one target_low and one target_high"
-        )
-    elif not all(of.size for of in (*given.values(), *ends)) or any(
-        end.dtype.kind not in "fiu" for end in ends
-    ):
+    single = all(of.size == 1 for of in (*given.values(), *ends))
+    if not single or any(end.dtype.kind not in "fiu" for end in ends):
         faults.append(
             "target_low and target_high must be one number each: a public range. Base it on what "
             "the numbers to predict mean, not on these records, which are private"
         )
     else:
         name, low, high, transform = (given[of].item() for of in ("target_name", *DECLARED[:3]))
-        target = Regression.of(str(name), float(low), float(high), transform)
+        target = Regression((str(name),), float(low), float(high), transform)
         faults += [f"{name}: {why}" for why in faults_of_range(target.low, target.high, transform)]
     raise_errors(f"{dataset.path}: {fault}." for fault in faults)
     return target
@@ -117,10 +109,8 @@ def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str
     y, most = arrays[f"y{side}"], len(arrays.get(CLASSES, ()))
     of = f"not {y.dtype} of shape {y.shape}"
     if numbers:
-        if y.ndim == 2 and y.shape[1] > 1:
-            yield f"y{side} has {y.shape[1]} numbers per record. {ONE_NUMBER}, such as y[:, 0]"
-        elif y.dtype.kind != "f" or y.shape[1:] != (1,):
-            yield f"y{side} must have one number per record, {of}"
+        if y.dtype.kind != "f" or y.shape[1:] != (1,):
+            yield f"y{side} must have one number per record, such as y[:, 0], {of}"
         elif not np.isfinite(y).all():
             yield f"y{side} has a target that is NaN or infinite"
     elif y.dtype.kind in "OU":

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.config.records import Records
+from dpmac_cli.data import dataset as data
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.units import Units
+from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.features.texts import example_of
 from dpmac_cli.tasks.task import Task
 
 Places = slice | NDArray[np.int64]
@@ -144,3 +146,22 @@ def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
     shape = records.channels, *[1] * (len(records.shape) - 1)
     gain, offset = torch.tensor(records.scaling, dtype=torch.float64, device=device)
     return gain.view(shape).float(), offset.view(shape).float()
+
+
+def on_device(dataset: data.Dataset, device: torch.device, records: Records | None = None) -> Data:
+    """Return the records of a dataset on a device.
+
+    ``records`` say how they are scaled; None for the dataset's.
+    """
+    known = records or dataset.facts.records
+    train, test = (_on_device(part, device) for part in (dataset.train, dataset.test))
+    scaling = scaling_of(known, device)
+    return Data(train, test, *scaling, dataset.facts.task, example_of(known)).to(device)
+
+
+def _on_device(records: data.Split, device: torch.device) -> Split:
+    labels = torch.as_tensor(records.y)
+    units = None if records.unit is None else units_of(records.unit)
+    if isinstance(records.x, Rows):
+        return split_of(records.x, labels, units, device)
+    return Split(torch.as_tensor(records.x), labels, units=units)

@@ -29,8 +29,7 @@ from dpmac_cli.dp.torch_errors import code_of_task
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.models.build import Network
-from dpmac_cli.models.dataset import Data, scaling_of
-from dpmac_cli.models.loaders import on_device
+from dpmac_cli.models.dataset import Data, on_device, scaling_of
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model

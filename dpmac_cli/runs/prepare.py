@@ -31,8 +31,7 @@ from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.features.texts import example_of
 from dpmac_cli.files import cache_folder
 from dpmac_cli.models import build
-from dpmac_cli.models.dataset import Data
-from dpmac_cli.models.loaders import on_device
+from dpmac_cli.models.dataset import Data, on_device
 from dpmac_cli.models.trial_samples import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, check_precision
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights

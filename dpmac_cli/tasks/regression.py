@@ -112,15 +112,10 @@ class Regression(Task):
     start: ClassVar[float | None] = 0.0
 
     @classmethod
-    def of(cls, name: str, low: float, high: float, transform: Transform = "none") -> Self:
-        """Return the task of a number to predict."""
-        return cls((name,), low, high, transform)
-
-    @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, and intervals if they have residuals."""
         of, kept = facts["target"], facts.get("residuals")
-        found = cls.of(of["name"], of["low"], of["high"], of["transform"])
+        found = cls((of["name"],), of["low"], of["high"], of["transform"])
         return found if kept is None else replace(found, residuals=Residuals(**kept))
 
     @property

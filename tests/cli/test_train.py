@@ -283,7 +283,7 @@ def test_a_classifier_that_finds_a_rare_class_is_not_compared_with_the_largest()
 def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> None:
     """Costs are skewed: the best number for one loss is bad for another."""
     cost = np.random.default_rng(0).exponential(20.0, 4000).clip(0, 200)
-    task = Regression.of("cost", 0.0, 200.0)
+    task = Regression(("cost",), 0.0, 200.0)
     best = {"mse": cost.mean(), "huber": np.median(cost)}
     number = best.get(loss, np.quantile(cost, float(loss.partition(":")[2] or 0.5)))
     for moved, learned in ((0.0, False), (0.1, True)):
