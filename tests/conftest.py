@@ -222,14 +222,13 @@ def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
 def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every record the features of the first: those of all of them take minutes."""
 
-    def featured(parts: FrozenFeatures, data: Data, *_: Any) -> tuple[Data, str]:
+    def featured(parts: FrozenFeatures, data: Data, *_: Any) -> Data:
         first = parts.features(data.standardised(data.train.images[:1]))
 
         def split(part: Split) -> Split:
             features = first.expand(len(part), *first.shape[1:])
             return Split(features, part.labels, units=part.units)
 
-        plain = torch.ones(1), torch.zeros(1)
-        return Data(split(data.train), split(data.test), *plain, data.task), ""
+        return data.replaced_by(split(data.train), split(data.test))
 
     monkeypatch.setattr(prepare, "featured", featured)

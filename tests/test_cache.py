@@ -82,7 +82,7 @@ def test_a_damaged_file_is_computed_again(damage: str, cache: Path) -> None:
 def features_of(cache: Path) -> tuple[int, Tensor]:
     """How many images were looked at, and the features of the first."""
     parts, data = work()
-    found, _ = featured(parts, data, {}, cache)
+    found = featured(parts, data, {}, cache)
     return Counted.seen - PROBED, found.train.images[0]
 
 

@@ -146,8 +146,8 @@ def features_of(
     events: list[Any] = []
     parts = parts or with_features(nn.Identity(), DIGITS.records.shape)
     with heard_by(events.append), patch.object(stored, "AT_A_TIME", 20):
-        _, sha256 = featured(parts, data or some_digits(), {}, cache)
-    return computed(events), sha256
+        found = featured(parts, data or some_digits(), {}, cache)
+    return computed(events), found.train.sha256
 
 
 def test_features_of_other_test_records_are_computed(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_frozen_part_keeps_nothing_of_a_record(part: type[nn.Module], cache: P
     data.train.images[1:] //= 4  # the first has the largest number
     parts.own = True
     with patch.object(stored, "AT_A_TIME", 20):
-        found, _ = featured(parts, data, {}, cache)
+        found = featured(parts, data, {}, cache)
     x = data.standardised(data.train.images).flatten(1)
     alone = x / x.abs().amax(1, keepdim=True)
     torch.testing.assert_close(found.train.images.flatten(1), alone)
@@ -436,7 +436,7 @@ def test_a_record_more_changes_no_feature_of_others(
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
         gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
         data = Data(train, Split(images[:2], others), gain, offset, class_task(2))
-        return featured(parts, data, {}, tmp_path)[0].train.images
+        return featured(parts, data, {}, tmp_path).train.images
 
     assert torch.equal(of_records(images)[1:], of_records(images[1:]))
 

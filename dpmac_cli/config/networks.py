@@ -263,12 +263,11 @@ Features = Scattered | OwnFeatures | TableColumns | Backbone | TextEncoder
 class Trained:
     """Trained part of a network with public weights: a key of :data:`PARTS`.
 
-    ``rank`` and ``alpha`` apply to LoRA.
+    ``rank`` applies to LoRA.
     """
 
     part: str = "all"
     rank: int = 8
-    alpha: float = 16.0
 
 
 PARTS: Mapping[str, str] = {

@@ -28,6 +28,7 @@ from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.reader import ArrayDict, Reading, code_of_program
 from dpmac_cli.data.targets import (
     CLASSES,
+    check_name,
     faults_of_array,
     faults_together,
     number_in,
@@ -54,6 +55,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     Raises:
         InputError: for every fault of the arrays; or a unit has training and test records.
     """
+    check_name(declared.path.name)
     arrays = _with_declared(declared, reading.arrays)
     number = number_in(arrays, declared)
     _check(arrays, declared, numbers=number is not None)

@@ -26,14 +26,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def number_in(arrays: Arrays, dataset: Declaration) -> Regression | None:
     """Return the number to predict, as declared; None for classes. Raises InputError."""
-    if not is_labelled(dataset.settings.task):
-        check_name(dataset.path.name)
-        return None
-    if not any(name in arrays for name in DECLARED):
-        check_name(dataset.path.name)
+    labelled = is_labelled(dataset.settings.task)
+    if not labelled or not any(name in arrays for name in DECLARED):
         return None
     declared = _declared(arrays, dataset)
-    check_name(dataset.path.name, declared.name)
+    check_name(declared.name)
     if dataset.settings.task is not None:
         raise InputError(
             f"{{task=}}{dataset.settings.task} is for classes, but {dataset.path} declares a range "
@@ -167,7 +164,7 @@ def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
         raise InputError(
             f"{dataset.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
-    check_name(dataset.path.name, *classes)
+    check_name(*classes)
     twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
     refuse([f"{dataset.path} has {which}" for which in twice], " Class names must be unique.")
 

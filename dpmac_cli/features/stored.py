@@ -28,10 +28,8 @@ SEPARATELY = 512
 PROBED = 16
 
 
-def featured(
-    parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path
-) -> tuple[Data, str]:
-    """Return a dataset with the features of every image, and the SHA-256 of the features.
+def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path) -> Data:
+    """Return a dataset with the features of every image.
 
     Features are read from the cache, or computed and stored there. They need no standardisation.
     They are computed by copies of the network, so that nothing that it keeps is published.
@@ -54,15 +52,13 @@ def featured(
     return _featured(file, data)
 
 
-def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
-    everything, one = Rows(file, np.arange(len(file))), torch.ones(1, device=data.gain.device)
-    places = np.split(everything.rows, [len(data.train)])
+def _featured(file: RowFile, data: Data) -> Data:
+    places = np.split(np.arange(len(file)), [len(data.train)])
     train, test = (
-        split.read_from(Rows(file, rows), one.device)
+        split.read_from(Rows(file, rows), data.gain.device)
         for rows, split in zip(places, (data.train, data.test), strict=True)
     )
-    found = Data(train, test, one, torch.zeros_like(one), data.task)
-    return found, everything.sha256()
+    return data.replaced_by(train, test)
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:

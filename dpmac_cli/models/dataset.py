@@ -116,6 +116,11 @@ class Data:
         )
         return replace(self, task=task, train=train, test=test)
 
+    def replaced_by(self, train: Split, test: Split) -> "Data":
+        """Return features of the same records, which are not scaled any more."""
+        one = torch.ones(1, device=self.gain.device)
+        return Data(train, test, one, torch.zeros_like(one), self.task)
+
     def computed_in(self, dtype: torch.dtype) -> "Data":
         """Return the same records for a network of another dtype."""
         return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))

@@ -9,6 +9,8 @@ from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.frozen import WithHead, head_of, linear_calls, shared_parameters
 
+#: Scale of a low-rank update, times its rank.
+ALPHA = 16.0
 #: Layers that ``--train norm`` trains.
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
@@ -25,7 +27,7 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         self.down = nn.Linear(layer.in_features, trained.rank, bias=False).to(layer.weight)
         self.up = nn.Linear(trained.rank, layer.out_features, bias=False).to(layer.weight)
-        self.scale = trained.alpha / trained.rank
+        self.scale = ALPHA / trained.rank
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:

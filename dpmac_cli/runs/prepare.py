@@ -131,7 +131,7 @@ def prepare(
         separate = isinstance(plan.features, OwnFeatures | TableColumns)
         parts.separate = on_texts or separate
         parts.own = own
-        data, _ = featured(parts, data, settings_of_features(plan), cache_folder())
+        data = featured(parts, data, settings_of_features(plan), cache_folder())
         trained = parts.head
     return PreparedRun(
         model=model,

@@ -55,15 +55,14 @@ class Uncounted:
     @property
     def shapes(self) -> Data:
         """Return data with the shapes of the inputs, which no record is in."""
-        one = torch.ones(1, device=self.data.gain.device)
         records, features = self.plan.facts.records, self.plan.features
         assert features is not None  # noqa: S101  (a table has them)
-        shape = features.shape_of(records)
+        zeros = torch.zeros(features.shape_of(records), device=self.data.gain.device)
         train, test = (
-            replace(split, images=torch.zeros(1, device=one.device).expand(len(split), *shape))
+            replace(split, images=zeros.expand(len(split), *zeros.shape))
             for split in (self.data.train, self.data.test)
         )
-        return Data(train, test, one, torch.zeros_like(one), self.data.task)
+        return self.data.replaced_by(train, test)
 
     def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
         """Find ranges by noisy counts of the training records, and return the inputs of all rows.
@@ -94,8 +93,7 @@ class Uncounted:
         """Return the inputs of all rows under the ranges that there are, and targets of a task."""
         self.network.separate = True
         known = self.data.predicting(task)
-        data, _ = featured(self.network, known, settings_of_features(self.plan), cache_folder())
-        return data
+        return featured(self.network, known, settings_of_features(self.plan), cache_folder())
 
     def _task_in(
         self,
