@@ -70,7 +70,9 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     x = arrays["x"]
     is_numbers = _is_numbers(x)
     copies, tested = copies_among(contents)
-    remarks = remarks_on_ranges(channels_first(x), arrays, declared, number) if is_numbers else ()
+    remarks = reading.remarks
+    if is_numbers:
+        remarks += tuple(remarks_on_ranges(_by_column(x), arrays, declared, number))
     with code_of_program(f"The task '{task.kind}'", declared):
         targets, untested = [task.encoded(y) for _, y, _ in sides], task.untested(sides[1].y)
     notes = PrivateNotes(
@@ -78,7 +80,7 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         untested=untested,
         copies=0 if facts.unit else copies,
         tested=tested,
-        remarks=(*reading.remarks, *remarks),
+        remarks=remarks,
         expected=copies > 0 and is_numbers and _are_expected(arrays, declared),
     )
     train, test = (
@@ -128,7 +130,7 @@ def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> I
     given = [flag for flag, value in sizes.items() if value is not None]
     if given and not reading.converted:
         raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
-    shape = inputs_shape(x)
+    shape = channels_first(x[:1]).shape[1:]
     if _is_numbers(x):
         low, high = _ends(arrays).tolist()
         numbers = reading.numbers or Numbers
@@ -189,27 +191,19 @@ def _sides(
     return sides, contents
 
 
-def inputs_shape(x: Any) -> tuple[int, ...]:
-    """Return the shape of records as inputs: images have channels first."""
-    shaped = x[:1] if _is_numbers(x) and x.ndim < OF_IMAGES else channels_first(x[:1])
-    shape: tuple[int, ...] = shaped.shape[1:]
-    return shape
-
-
 def inputs_of(x: Any, records: Records) -> Any:
     """Return a copy of records: images with channels first, and numbers clipped to their range."""
+    inputs = channels_first(x)
     if not isinstance(records, Numbers):
-        images = channels_first(x)
-        return images if isinstance(x, Rows) else images.copy()
-    numbers = channels_first(x) if x.ndim == OF_IMAGES else x
+        return inputs if isinstance(x, Rows) else inputs.copy()
     ends = np.array([records.low, records.high])
-    low, high = ends.reshape(2, -1, *[1] * (numbers.ndim - 2))
-    return np.clip(numbers, low, high).astype(np.float32)
+    low, high = ends.reshape(2, -1, *[1] * (inputs.ndim - 2))
+    return np.clip(inputs, low, high).astype(np.float32)
 
 
 def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
     """Return the range that columns or channels are clipped to, shape (2, columns)."""
-    columns = channels_first(arrays["x"][:1]).shape[1]
+    columns = _by_column(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
@@ -272,7 +266,7 @@ def _faults_of_units(arrays: ArrayDict, declared: Declaration) -> Iterator[str]:
 
 
 def _faults_of_range(arrays: ArrayDict, declared: Declaration) -> Iterator[str]:
-    columns = channels_first(arrays["x"][:1]).shape[1]
+    columns = _by_column(arrays["x"][:1]).shape[1]
     if not {"low", "high"} <= arrays.keys():
         yield (
             f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
@@ -387,12 +381,16 @@ def _is_numbers(x: Any) -> bool:
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
 
 
+def _by_column(x: Any) -> Any:
+    """Return numbers by the columns or channels that have a range: (records, columns, values)."""
+    columns = 1 if x.ndim == OF_IMAGES - 1 else channels_first(x[:1]).shape[1]
+    return channels_first(x).reshape(len(x), columns, -1)
+
+
 def channels_first(x: Any) -> Any:
-    """Return an array of shape (records, channels, height, width); each column is a channel."""
-    if isinstance(x, Rows):
+    """Return records as inputs: images, and numbers in their shape, with channels first."""
+    if isinstance(x, Rows) or (_is_numbers(x) and x.ndim < OF_IMAGES):
         return x
-    if x.ndim == 2:
-        return x[:, :, None, None]
     if x.ndim == 3:
         return x[:, None]
     if x.shape[3] not in (1, 3):

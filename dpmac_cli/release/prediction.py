@@ -17,7 +17,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import THRESHOLD, Settings
-from dpmac_cli.data.arrays import inputs_of, inputs_shape
+from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
@@ -218,7 +218,8 @@ def _check_new(x: Any, path: Path, records: Records) -> None:
     if isinstance(x, Rows):
         return  # decoded as the model needs them
     is_image, rank = records.kind == "images", len(records.shape)
-    fits = x.ndim in ((3, 4) if is_image else (rank + 1,)) and inputs_shape(x) == records.shape
+    fits = x.ndim in ((3, 4) if is_image else (rank + 1,))
+    fits = fits and channels_first(x[:1]).shape[1:] == records.shape
     names = ("channels", "height", "width")[-rank:]
     sides = ", ".join(f"{name}: {side}" for name, side in zip(names, records.shape, strict=False))
     if is_image:
