@@ -24,6 +24,7 @@ from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models.language_model import CausalModel
+from dpmac_cli.models.trained_part import ALPHA
 from dpmac_cli.release import prediction
 from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.task import METRICS
@@ -184,7 +185,7 @@ def test_an_adapter_does_not_tell_where_its_network_was() -> None:
     public = [file for file in Path("run").iterdir() if file.is_file()]
     assert Path("run/adapter_config.json") in public
     adapter = json.loads(Path("run/adapter_config.json").read_text())
-    assert (adapter["r"], adapter["lora_alpha"]) == (Trained.rank, Trained.alpha)
+    assert (adapter["r"], adapter["lora_alpha"]) == (Trained.rank, ALPHA)
     telling = [file.name for file in public if place.name.encode() in file.read_bytes()]
     assert telling == ["config.yaml"]
 
