@@ -16,21 +16,18 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import sklearn_datasets, vision_datasets
 
 
-def read_published(name: str, data_dir: Path, *, download: bool = True) -> list[Split]:
+def read_published(name: str, data_dir: Path) -> list[Split]:
     """Return the training and test records of a registered dataset.
 
     Args:
         name: key of :data:`dpmac_cli.config.datasets.DATASETS`.
-        data_dir: folder of its files.
-        download: whether to download missing files.
+        data_dir: folder of its files; missing ones are downloaded.
 
     Raises:
         InputError: files are missing and cannot be downloaded, are damaged, or are not the
             published ones.
     """
-    splits = (
-        _from_torchvision(name, data_dir, download) if DATASETS[name].torchvision else _digits()
-    )
+    splits = _from_torchvision(name, data_dir) if DATASETS[name].torchvision else _digits()
     _check(name, splits, data_dir)
     return splits
 
@@ -73,10 +70,10 @@ def _digits() -> list[Split]:
     return [records.at(order[held_out:]), records.at(order[:held_out])]
 
 
-def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Split]:
+def _from_torchvision(name: str, data_dir: Path) -> list[Split]:
     """Load from disk, or download missing files, and explain failures."""
     files = [data_dir / file for file in DATASETS[name].files]
-    download = download and bool(_missing(files))
+    download = bool(_missing(files))
     try:
         return [_part(name, data_dir, which, download) for which in ("train", "test")]
     except Exception as failure:  # its parsers raise any exception for a damaged file

@@ -204,7 +204,7 @@ class PrivateTraining(PrivateProgram):
         step = trainer.state.step
         epoch, result = step / plan.event.steps_per_epoch, self.evaluate()
         trainer.check_network()  # it also runs while it is scored
-        scored = Evaluated(step, epoch, self._seconds, result, last=True)
+        scored = Evaluated(step, epoch, self._seconds, result)
         session = Session(
             plan=plan,
             task=self._task,

@@ -45,7 +45,6 @@ class Evaluated:
     epoch: float  # t / ceil(n/B)
     seconds: float  # training time so far, without evaluation
     result: Evaluation | PrivateScore
-    last: bool  # whether no step follows in this session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +231,7 @@ class Session:
         epsilon = ahead.result()
         if last and plan.search is None:  # like the report
             epsilon = self.account.epsilon
-        event = Evaluated(step, step / plan.event.steps_per_epoch, self.seconds, result, last)
+        event = Evaluated(step, step / plan.event.steps_per_epoch, self.seconds, result)
         self.scored = result if isinstance(result, Evaluation) else self.scored
         self.history.append(metrics_line(event, epsilon, plan))
         return event, epsilon

@@ -221,7 +221,7 @@ def shown_of(result: Compared, **flags: Any) -> str:
     task = Classification(("no", "yes"))
     found = Evaluation(0.0, torch.zeros(2, 2), torch.zeros(2), task)
     found.__dict__["compared"] = result
-    last = Evaluated(1, 1.0, 0.1, found, last=True)
+    last = Evaluated(1, 1.0, 0.1, found)
     display.show(Update(event=last, epsilon=1.0, planned=1.0))
     display.close()
     report = {"test": {"accuracy": 0.5, "samples": 2}, "audit": None, "operating_point": None}
