@@ -112,9 +112,14 @@ def panics_as_errors() -> Iterator[None]:
         raise ValueError(str(failure)) from failure
 
 
+def escaped(text: str) -> str:
+    """Return text with escapes for characters that a terminal may take for commands."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def as_sentence(text: str) -> str:
     """Return a text with a final full stop and escaped control characters."""
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    text = escaped(text)
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

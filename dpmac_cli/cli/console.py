@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from dpmac_cli.config.facts import escaped
-from dpmac_cli.errors import InputError, as_flags, explain_os_error
+from dpmac_cli.errors import InputError, as_flags, escaped, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,

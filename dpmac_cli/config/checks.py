@@ -10,7 +10,7 @@ from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
 from dpmac_cli.config.defaults import ENOUGH, NEEDED
-from dpmac_cli.config.facts import DataFacts, PrivateNotes, listed
+from dpmac_cli.config.facts import DataFacts, PrivateNotes, first_of, listed
 from dpmac_cli.config.networks import (
     BACKBONES,
     COLUMNS,
@@ -43,8 +43,6 @@ from dpmac_cli.tasks.task import FUNCTIONS, is_loss_of_a_task
 MOST = 0.5
 #: Number of dimensions of an image.
 IMAGE = 3
-#: Number of classes to list in a note; the rest are counted.
-NAMED = 5
 
 
 def faults(plan: Plan) -> Iterator[str]:
@@ -158,22 +156,17 @@ def _range_faults(plan: Plan) -> Iterator[str]:
         if unread and not isinstance(plan.features, TableColumns):
             chosen = "backbone" if settings.features is None else "features"
             yield (
-                f"{{{chosen}}} cannot read {_some(unread)}, of which the type alone is declared. "
-                f"Leave it out, or declare range or categories."
+                f"{{{chosen}}} cannot read {first_of(unread)}, of which the type alone is "
+                "declared. Leave it out, or declare range or categories."
             )
     if strength < NEEDED:
         least = NEEDED * math.sqrt(len(names)) / facts.train_size
         yield (
-            f"The ranges of {_some(names)} cannot be found from {facts.train_size:,} "
+            f"The ranges of {first_of(names)} cannot be found from {facts.train_size:,} "
             f"{'units' if facts.unit else 'records'} at this epsilon: noise would hide them. "
             f"Declare range for these columns in the schema, or use an epsilon of at least "
             f"{math.ceil(least * 100) / 100:g}."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names, and how many others there are."""
-    return listed(names[:NAMED]) + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
 
 
 def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
@@ -292,7 +285,7 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     strength, names = _range_strength(plan)
     if strength < ENOUGH:
         yield (
-            f"The ranges of {_some(names)} are found by noisy counts of few records. Declared "
+            f"The ranges of {first_of(names)} are found by noisy counts of few records. Declared "
             "ranges may give a better model here, if they are not much too wide."
         )
     yield from _notes_on_privacy(plan, flags)
@@ -327,10 +320,9 @@ def _notes_on_records(plan: Plan, found: PrivateNotes) -> Iterator[str]:
         )
     yield from (f"{dataset}: {remark}." for remark in found.remarks)
     if found.untested and not plan.settings.cover_scores:
-        some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
-            f"{dataset} has no test record of the classes {', '.join(some)}"
-            f"{f' and {more} more' if more > 0 else ''}. Accuracy does not cover them."
+            f"{dataset} has no test record of the classes {first_of(found.untested)}. Accuracy "
+            "does not cover them."
         )
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
+from dpmac_cli.config.facts import check_name
 from dpmac_cli.config.records import Records, Texts
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.config.writing import WRITTEN
@@ -321,16 +322,9 @@ def read_encoder(named: str) -> TextEncoder:
 
 
 def _name_of(folder: Path) -> str:
-    """Return the name of a folder of an encoder, which reports show.
-
-    Raises InputError if it cannot be displayed.
-    """
+    """Return the name of a folder of an encoder, which reports show."""
     name = folder.resolve().name
-    if not name.isprintable():
-        raise InputError(
-            f"{{backbone=}}{name!a}: the name contains characters that cannot be displayed. Rename "
-            "the folder."
-        )
+    check_name(name)
     return f"./{name}" if name in ENCODERS else name  # it is not the registered one
 
 

@@ -1,6 +1,6 @@
 """Facts of a dataset, notes on its records, and messages about its faults. Loads nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from pydantic_core import core_schema
 
 from dpmac_cli.config.datasets import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.config.records import AnyRecords, Records
-from dpmac_cli.errors import InputError, counted, raise_errors
+from dpmac_cli.errors import InputError, counted, escaped, raise_errors
 from dpmac_cli.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -145,9 +145,11 @@ def listed(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
-def escaped(text: str) -> str:
-    """Return text with escapes for characters that a terminal may take for commands."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def first_of(names: Iterable[str]) -> str:
+    """Return the first of some names, and how many others there are."""
+    different = [*dict.fromkeys(names)]
+    more = f" and {len(different) - NAMED} more" if len(different) > NAMED else ""
+    return escaped(", ".join(different[:NAMED])) + more
 
 
 def some_of(faults: Sequence[str]) -> list[str]:
@@ -165,6 +167,15 @@ def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
     """Raise for faults of one kind."""
     raise_errors(complaints(faults, remedy))
+
+
+def check_name(*names: str) -> None:
+    """Reject names with characters that a terminal may take for commands."""
+    unclear = [name for name in names if not name.isprintable()]
+    refuse(
+        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
+        " A terminal may interpret them as commands. Choose another name.",
+    )
 
 
 def left_out(descriptions: Sequence[str]) -> LeftOut:

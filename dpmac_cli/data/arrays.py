@@ -16,8 +16,8 @@ from dpmac_cli.config.facts import (
     DataFacts,
     LeftOut,
     PrivateNotes,
+    check_name,
     dataset_of,
-    escaped,
     refuse,
 )
 from dpmac_cli.config.records import Images, Numbers, Records
@@ -28,7 +28,6 @@ from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.reader import ArrayDict, Reading, code_of_program
 from dpmac_cli.data.targets import (
     CLASSES,
-    check_name,
     faults_of_array,
     faults_together,
     number_in,
@@ -37,7 +36,7 @@ from dpmac_cli.data.targets import (
     without_targets,
 )
 from dpmac_cli.data.units import units_in
-from dpmac_cli.errors import InputError, counted, raise_errors
+from dpmac_cli.errors import InputError, counted, escaped, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import FARTHEST, Task, is_labelled
 

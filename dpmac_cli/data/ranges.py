@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NAMED, escaped
+from dpmac_cli.config.facts import first_of
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.tasks.regression import Regression
 
@@ -45,7 +45,7 @@ def remarks_on_ranges(
         ]
         first += column.inputs
     if unused:
-        yield f"No record has the category {_listed(unused)}: check the spelling"
+        yield f"No record has the category {first_of(unused)}: check the spelling"
     low, high = arrays["low"], arrays["high"]
     if not in_ranges.all():
         low, high = low[in_ranges], high[in_ranges]
@@ -85,22 +85,17 @@ def _of_each(
             taken.append(name)
     if outside:
         yield (
-            f"Nearly all values are outside the range of {_listed(outside)}, so they become its "
+            f"Nearly all values are outside the range of {first_of(outside)}, so they become its "
             "ends, and little of them is left: declare ranges on the scale of the records"
         )
     if some_outside:
         yield (
-            f"Values are outside the range of {_listed(some_outside)} and become its ends. Declare "
-            "words for a missing value (such as missing_words: [-99]), convert all records to one "
-            "scale, or declare a wider range"
+            f"Values are outside the range of {first_of(some_outside)} and become its ends. "
+            "Declare words for a missing value (such as missing_words: [-99]), convert all records "
+            "to one scale, or declare a wider range"
         )
     if taken:
         yield (
-            f"The range of {_listed(taken)} ends at the smallest and the largest value of these "
+            f"The range of {first_of(taken)} ends at the smallest and the largest value of these "
             "records. Ranges are published and not covered: base them on what the values mean"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return escaped(", ".join(dict.fromkeys(names[:NAMED]))) + more

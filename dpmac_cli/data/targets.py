@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NAMED, refuse
+from dpmac_cli.config.facts import NAMED, check_name, refuse
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.errors import InputError, raise_errors
@@ -167,12 +167,3 @@ def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
     check_name(*classes)
     twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
     refuse([f"{dataset.path} has {which}" for which in twice], " Class names must be unique.")
-
-
-def check_name(*names: str) -> None:
-    """Reject names with characters that a terminal may take for commands."""
-    unclear = [name for name in names if not name.isprintable()]
-    refuse(
-        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
-        " A terminal may interpret them as commands. Choose another name.",
-    )

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from dpmac_cli.config.facts import some_of
 from dpmac_cli.errors import InputError, ModelError, first_fault, panics_as_errors
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.models.trained_part import LoraLinear
@@ -21,14 +22,6 @@ from dpmac_cli.models.trained_part import LoraLinear
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
 #: Name of the file of a published model.
 MODEL_FILE = "model.safetensors"
-#: Number of mismatched entries to list; the rest are counted.
-NAMED = 8
-
-
-def first_faults(faults: Sequence[str]) -> str:
-    """Return the first faults of tensors, and how many more there are."""
-    more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-    return f"{'; '.join(faults[:NAMED])}{more}"
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
@@ -135,7 +128,7 @@ class PublicWeights:
             remedy = " Only one of them has batch norm; {fix_norm} removes it from the network."
             on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
-                f"{self.path} does not fit the network: {first_faults(rest)}. Only the "
+                f"{self.path} does not fit the network: {some_of(rest)[0]}. Only the "
                 "last layer may be missing or have another shape. Use the network that the "
                 f"weights were trained in.{remedy * on_one_side}"
             )

@@ -27,6 +27,7 @@ from dpmac_cli.config.encoders import (
     read_encoder,
     reader_of,
 )
+from dpmac_cli.config.facts import some_of
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
 from dpmac_cli.features.backbones import public_weights
@@ -126,8 +127,7 @@ def load_model(
         for key in sorted(wanted.keys() | held.keys())
         if wanted.get(key) != held.get(key)
     ]:
-        said = weights.first_faults(faults)
-        raise ModelError(f"{file} does not fit the network {reference}: {said}.")
+        raise ModelError(f"{file} does not fit the network {reference}: {some_of(faults)[0]}.")
     if isinstance(model, FrozenFeatures):
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
