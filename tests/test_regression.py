@@ -99,7 +99,7 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
         ("{column: cost, range: [1, 5], kind: count}", "there is no such key"),
         ("{column: cost}", r"classes: \[no, yes\], or for numbers.*range: \[0, 100\]"),
         ("{column: cost, classes: [a, b], range: [0, 1]}", "needs either the names of its classes"),
-        ("{column: cost, classes: [a, b], transform: log1p}", "is for numbers, not for classes"),
+        ("{column: cost, classes: [a, b], transform: log1p}", "is for columns of type number"),
         ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
         (
             "[{column: cost, range: [0, 9]}, {column: person, range: [0, 9]}]",

@@ -98,8 +98,8 @@ NEEDS_KIND = (
 )
 #: Words for false and true, in lower case, in a column of which nothing else is declared.
 FALSE, TRUE = ("0", "no", "n", "false", "f", "off"), ("1", "yes", "y", "true", "t", "on")
-#: Types of columns that each key is for; keys that are not listed are for all.
-USED_BY = {"decimal": ("number",), "thousands": ("number",), "format": ("date",)}
+#: Type of columns that each key is for; keys that are not listed are for all.
+USED_BY = {"decimal": "number", "thousands": "number", "format": "date", "transform": "number"}
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -206,9 +206,7 @@ class Column(Written):
             raise ValueError("type: text needs text, the largest number of tokens, such as 128")
         if self.open and self.missing == "refuse":
             raise ValueError(f"missing: refuse needs {wanted}: declare it, or leave missing out")
-        for key, types in USED_BY.items():
-            if getattr(self, key) and self.type not in types:
-                raise ValueError(f"{key} is for columns of type {' or '.join(types)}")
+        _check_keys(self)
         if self.range is not None and self.ends[0] >= self.ends[1]:
             which = ("date", "earlier") if self.type == "date" else ("number", "smaller")
             raise ValueError("the first {} of a range must be {} than the second".format(*which))
@@ -347,19 +345,12 @@ class Label(Written):
                 "to predict their public range, such as range: [0, 100], or type: number to find "
                 "it within epsilon"
             )
+        _check_keys(self)
         if self.open and self.transform != "none":
             raise ValueError("transform needs the public range of the numbers, such as [0, 100]")
-        if self.open:
-            return self
-        if self.range is None:
-            if len(self.classes) < 2:
-                raise ValueError("classes: needs at least two names")
-            if self.transform != "none":
-                raise ValueError("transform is for numbers, not for classes")
-            if self.decimal or self.thousands:
-                raise ValueError("decimal and thousands are for numbers, not for classes")
-            return self
-        for fault in faults_of_range(*self.range, self.transform):
+        if len(self.classes) == 1:
+            raise ValueError("classes: needs at least two names")
+        for fault in () if self.range is None else faults_of_range(*self.range, self.transform):
             raise ValueError(fault)
         return self
 
@@ -382,6 +373,13 @@ class Label(Written):
     def ends(self) -> tuple[float, float]:
         """Return the ends of the range; those of all numbers if there is none."""
         return self.range or (-FARTHEST, FARTHEST)
+
+
+def _check_keys(of: Column | Label) -> None:
+    """Raise ValueError for a key that is for columns of another type."""
+    for key, kind in USED_BY.items():
+        if getattr(of, key, None) not in (None, "none") and of.type != kind:
+            raise ValueError(f"{key} is for columns of type {kind}")
 
 
 def faults_of_range(low: float, high: float, transform: str) -> Iterator[str]:
