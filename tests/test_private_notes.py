@@ -144,10 +144,10 @@ def test_values_outside_a_declared_range_are_counted(outside: int, noted: bool) 
     }
     label = {"column": "y", "range": [-2, 3]}
     said = remarks({"label": label, "columns": columns}, n=far, d=days, y=far)
-    inputs = f"n ({outside} of 400; -1 to 2), d ({outside} of 400; 2020-01-01 to 2022-01-01) and"
+    inputs = f"n ({outside} of 400; -1 to 2) and d ({outside} of 400; 2020-01-01 to 2022-01-01),"
     assert any(f"outside the range of {inputs}" in remark for remark in said) == noted
     assert (
-        any(f"outside the range of y ({outside} of 400; -2 to 3) and" in r for r in said) == noted
+        any(f"outside the range of y ({outside} of 400; -2 to 3), and" in r for r in said) == noted
     )
 
 

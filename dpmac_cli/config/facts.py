@@ -148,8 +148,8 @@ def listed(parts: Sequence[str]) -> str:
 def first_of(names: Iterable[str]) -> str:
     """Return the first of some names, and how many others there are."""
     different = [*dict.fromkeys(names)]
-    more = f" and {len(different) - NAMED} more" if len(different) > NAMED else ""
-    return escaped(", ".join(different[:NAMED])) + more
+    others = len(different) - NAMED
+    return escaped(listed([*different[:NAMED], f"{others} more"] if others > 0 else different))
 
 
 def some_of(faults: Sequence[str]) -> list[str]:

@@ -90,7 +90,7 @@ def _of_each(
         )
     if some_outside:
         yield (
-            f"Values are outside the range of {first_of(some_outside)} and become its ends. "
+            f"Values are outside the range of {first_of(some_outside)}, and become its ends. "
             "Declare words for a missing value (such as missing_words: [-99]), convert all records "
             "to one scale, or declare a wider range"
         )
