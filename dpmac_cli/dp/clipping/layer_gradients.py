@@ -1,22 +1,24 @@
 """Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping import unfold
 from dpmac_cli.dp.clipping.custom_layers import Lookups
 from dpmac_cli.dp.clipping.ghost_clipping import (
     DEVICE_PIECE,
     PositionProducts,
+    UseSizes,
     join_positions,
     sizes,
 )
-from dpmac_cli.dp.clipping.layer_rules import ByParameter, Use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layer_rules import CHANNELS, ByParameter, Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import (
@@ -97,6 +99,71 @@ class Instantiated:
         return Instantiated(lambda: ([g.double() for g in piece] for piece in self.pieces()))
 
 
+@dataclass(frozen=True)
+class ByChannel:
+    """Instantiated gradients of a convolution, whose weights are in the order of its patches.
+
+    That is (out, *kernel size, in), which is faster to compute than (out, in, *kernel size), as in
+    theta. Norms are computed in a metric in the same order, and the sum is put back into theta's.
+    """
+
+    layer: Layer
+    gradients: Instantiated
+
+    @staticmethod
+    def of(layer: Layer, use: Use) -> "ByChannel":
+        """Return the gradients of one use, computed for a few samples at a time."""
+        weight: Any = use.module.weight
+        samples, outputs, inputs = use.samples, len(weight), weight[0].numel()
+        columns = [use.grad_output.new_empty(samples, p.numel()) for p in layer.parameters.values()]
+        by_name = dict(zip(layer.parameters, columns, strict=True))
+        positions = use.grad_output.numel() // (samples * outputs)
+        step = max(2, _piece(weight) // 4 // (positions * inputs))
+        for begin, [some] in zip(range(0, samples, step), in_groups([use], step), strict=True):
+            rows = slice(begin, begin + some.samples)
+            grad_output = unfold.gradients_by_position(use.module, some.grad_output, some.rows)
+            patches = unfold.patches_by_channel(use.module, some.inputs, some.rows)
+            to = by_name["weight"][rows].view(-1, outputs, inputs)
+            OuterProducts(grad_output, patches, bias=False).weights(to)
+            if "bias" in by_name:
+                torch.sum(grad_output, 1, out=by_name["bias"][rows])
+        return ByChannel(layer, Instantiated(lambda: [columns]))
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Compute the norms directly; nothing cancels."""
+        if metric.centre is not None:
+            # m A, which products of a whole batch need, is not read.
+            of = self._by_channel
+            metric = replace(metric, inverse=of(metric.inverse), centre=of(metric.centre))
+        return self.gradients.squared_norms(metric)
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
+        """Compute the sum in the order of the patches, and write it in theta's."""
+        total = torch.empty_like(out)
+        self.gradients.weighted_sum(c, valid, total)
+        out.copy_(total)
+        slot, shape = self._weight
+        outputs, inputs, *kernel = shape
+        by_channel = total[slot].view(outputs, *kernel, inputs)
+        out[slot].view(shape).copy_(by_channel.movedim(-1, 1))
+
+    def double(self) -> "ByChannel":
+        """Return the gradients in float64."""
+        return ByChannel(self.layer, self.gradients.double())
+
+    @property
+    def _weight(self) -> tuple[slice, torch.Size]:
+        """Return the slice of the weight within the layer's, and its shape."""
+        return self.layer.slices["weight"], self.layer.parameters["weight"].shape
+
+    def _by_channel(self, vector: Tensor) -> Tensor:
+        """Return a vector of the layer's coordinates in the order of the patches."""
+        slot, shape = self._weight
+        ordered = vector.clone()
+        ordered[slot] = vector[slot].view(shape).movedim(1, -1).flatten()
+        return ordered
+
+
 def _slices(columns: ByParameter) -> Iterator[tuple[slice, Tensor]]:
     """Yield each tensor with the coordinates of the layer that it has."""
     begin = 0
@@ -141,9 +208,11 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     if found is not None:
         if found.positions == 1 and type(layer.module) is nn.Linear:
             return OuterProducts(grad_output, uses[0].inputs, "bias" in layer.parameters)
-        by_position = PositionProducts(layer, tuple(uses), found)
-        if not small and (samples * size > HELD or not found.holding_pays(ball)):
-            return by_position
+        held = samples * size <= HELD
+        by_channel = held and _patches_pay(uses, found)
+        if not small and (by_channel or not held or not found.holding_pays(ball)):
+            positions = PositionProducts(layer, tuple(uses), found)
+            return ByChannel.of(layer, uses[0]) if by_channel else positions
     elif (products := _of_embeddings(layer, uses, ball=ball)) is not None:
         return products
     elif samples * size > HELD:
@@ -153,6 +222,13 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     step = max(2, _piece(grad_output) // 4 // max(size, grad_output.numel() // samples))
     columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
+
+
+def _patches_pay(uses: Sequence[Use], sizes: UseSizes) -> bool:
+    """Return whether gradients are faster to compute from patches with channels last."""
+    module: Any = uses[0].module
+    several = len(uses) > 1 or uses[0].grad_output.is_cuda or type(module) is nn.Linear
+    return not several and module.in_channels >= CHANNELS and sizes.positions <= sizes.outputs
 
 
 def _of_embeddings(
