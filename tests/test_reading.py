@@ -296,6 +296,82 @@ def test_records_that_share_memory_are_rows_of_their_own() -> None:
     )
 
 
+class Scratch(Dataset[Any]):
+    """Writes some records to memory of its own, and the others to new memory.
+
+    Args:
+        reused: where a record is written, by its index; None for new memory.
+        touched: whether other records are computed in that memory, too.
+    """
+
+    def __init__(self, reused: Callable[[int], slice | None], touched: bool = False) -> None:
+        self.memory, self.reused, self.touched = np.zeros(12, np.float32), reused, touched
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Any:
+        place = self.reused(index)
+        if self.touched:
+            self.memory[:] = index
+        if place is None:
+            return torch.full((4,), float(index)), index
+        self.memory[place] = index
+        return torch.from_numpy(self.memory[place]), index
+
+
+#: Two records that are not read before the first step.
+RARE = sorted(set(range(RECORDS)) - set(probes(RECORDS)))[2:4]
+FOUR = slice(0, 4)
+OVERLAPPING = dict(zip(RARE, (FOUR, slice(3, 7)), strict=True))
+SCRATCH = {
+    "all records": Scratch(lambda index: FOUR),
+    "in turn": Scratch(lambda index: slice(index % 3 * 4, index % 3 * 4 + 4)),
+    "two rare ones": Scratch(lambda index: FOUR if index in RARE else None),
+    "two that overlap": Scratch(OVERLAPPING.get),
+    "touched by others": Scratch(lambda index: FOUR if index % 2 else None, touched=True),
+}
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("name", SCRATCH)
+def test_records_that_share_some_memory_are_rows_of_their_own(name: str) -> None:
+    batch = reader_of(SCRATCH[name])[1, NUMBERS]
+    rows = torch.arange(RECORDS)
+    assert equal(batch, [rows.float()[:, None].expand(-1, 4), rows])
+
+
+@pytest.mark.promise("alone")
+def test_a_record_that_is_written_to_later_is_its_own_row() -> None:
+    """Also if it is the only one of its batch in that memory."""
+    lone = RARE[0]
+    dataset = Scratch(lambda index: FOUR if index in (lone, *probes(RECORDS)[:1]) else None, True)
+    rows = [lone, lone + 1]
+    x, _ = reader_of(dataset)[1, np.array(rows)]
+    assert x[:, 0].tolist() == rows
+
+
+@pytest.mark.promise("reading")
+def test_records_that_are_all_unlike_the_first_one_are_the_fault() -> None:
+    """They are like each other."""
+    for make in (
+        lambda i: X[i] if i == 0 else X[i, :1],
+        lambda i: X[i] if i == 0 else X[i].double(),
+        lambda i: (X[i], Y[i] if i == 0 else i > 3),
+    ):
+        assert "first one" in reader_of(Made(make))[1, NUMBERS[1:]].why
+
+
+@pytest.mark.parametrize(("name", "held"), [("pairs of tensors", 1), ("list", 1), ("dicts", 0)])
+def test_tensors_are_stacked(name: str, held: bool) -> None:
+    dataset = DATASETS[name]
+    reader = reader_of(dataset)
+    for _ in range(2):
+        expected = default_collate([dataset[row] for row in range(RECORDS)])
+        assert equal(reader[1, NUMBERS], expected)
+        assert reader._held == held
+
+
 ODD: dict[str, tuple[Any, str]] = {
     "a number of another type": (lambda i: (X[i], 2.0 if i == 9 else i), "torch.float64"),
     "a truth value": (lambda i: (X[i], i == 9 if i == 9 else i), "torch.bool"),

@@ -1,20 +1,22 @@
 """Rows of the records that a step draws, none of which changes the row of another.
 
 - Rows of tensors and arrays, as in a ``TensorDataset``, are indexed.
-- Other records are read one after the other. Each is written to its row before the next one is
-  read, so a dataset may write all of them to the same memory. A ``collate_fn`` sees one at a time.
+- Other records are read one after the other. Tensors and whole numbers are then stacked, if no two
+  are in the same memory. Otherwise each record is written to its row before the next one is read,
+  so a dataset may write all of them to the same memory. A ``collate_fn`` sees one at a time.
 - Random transforms draw from one secret stream per batch. How many numbers a record takes changes
   which ones the next record gets, but not their distribution. If the dataset seeds a generator
   itself, they would be known, so generators are then seeded for each record.
 
-Out of scope: a dataset that keeps what it has read, or seeds NumPy's or Python's generator, for few
-of its records, unless reading :data:`PROBES` of them shows it.
+Out of scope: a dataset that keeps what it has read, seeds NumPy's or Python's generator, or writes
+to the memory of a record that it has returned, for few of its records, unless reading
+:data:`PROBES` of them shows it.
 """
 
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -102,6 +104,7 @@ class Reader:
         self._process = os.getpid()
         self._stored: Stored | None = None
         self._form: Form | None = None
+        self._held = False  # whether all records of a batch are read before they are copied
         if records.collate is default_collate:
             self._choose(records.dataset)
 
@@ -117,6 +120,7 @@ class Reader:
             self._stored = stored
         elif form is not None and _same(form.batch_of(iter([record]), 1), row):
             self._form = form
+            self._held = form.stacks and not overwritten(self._records)
 
     def __getitem__(self, item: Item) -> Batch | Fault:
         """Return the records of a step as a batch, or the fault of one of them."""
@@ -126,19 +130,35 @@ class Reader:
         if os.getpid() != self._process and len(numbers):
             self._process = os.getpid()
             self._alone = self._alone or seeds_generators(self._records, numbers[:1].tolist())
-        if not self._alone:
+        for read in () if self._alone else (self._at_once, self._in_a_row):
             with self._draws.of(step, ()), _one_thread():
                 seed = torch.initial_seed()
-                batch = self._in_a_row(numbers)
-                if torch.initial_seed() == seed:
-                    return batch
-            self._alone = True  # a record seeded torch's generator
+                batch = read(numbers)
+                self._alone = torch.initial_seed() != seed  # a record seeded torch's generator
+            if self._alone:
+                break
+            if batch is not None:
+                return batch
         rows = (self._records.seeded_row(step, number) for number in numbers.tolist())
         return joined(self._structure, rows)
 
     def _indexed(self, stored: "Stored", numbers: Indices) -> Batch:
         _, spec = tree_flatten(self._structure.template)
         return tree_unflatten(stored.at(numbers), spec)
+
+    def _at_once(self, numbers: Indices) -> Batch | None:
+        """Return records that draw random numbers from one stream, by one copy; None to read again.
+
+        That is tried no more if a batch could not be copied so.
+        """
+        if not self._held or self._form is None or len(numbers) == 0:
+            return None
+        dataset = self._records.dataset
+        batch: Batch | None = None
+        with suppress(Exception):  # reading again says which
+            batch = self._form.stacked([dataset[number] for number in numbers.tolist()])
+        self._held = batch is not None
+        return batch
 
     def _in_a_row(self, numbers: Indices) -> Batch | Fault:
         """Return records that draw random numbers from one stream."""
@@ -217,6 +237,17 @@ def check_reread(records: OneByOne, numbers: list[int]) -> None:
     again = [_sum_of(records.seeded_row(BEFORE, number)) for number in reversed(numbers)]
     if found != again[::-1]:
         raise InputError(REREAD)
+
+
+def overwritten(records: OneByOne) -> bool:
+    """Return whether a record changes when others are read after it, or cannot be read."""
+    read: list[tuple[Any, str]] = []
+    with _seeded(0), suppress(Exception):
+        for number in probes(len(records.dataset)):
+            record = records.dataset[number]
+            read.append((record, _sum_of(as_row(records.collate([record])))))
+        return any(_sum_of(as_row(records.collate([record]))) != of for record, of in read)
+    return True
 
 
 def seeds_generators(records: OneByOne, numbers: list[int]) -> bool:

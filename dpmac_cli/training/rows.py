@@ -6,6 +6,7 @@ In each way, a record's row depends on that record alone, and has the shape and 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,11 +163,62 @@ class Form:
             rows = [column.rows() for column in columns]
         return tree_unflatten(rows, spec)
 
+    def stacked(self, records: Sequence[Any]) -> Batch | None:
+        """Return records that were read one after the other as a batch, by one copy for each part.
+
+        Returns None if one has other parts, classes or types than the first one, or if two are in
+        the same memory: :meth:`batch_of` must then read them again.
+        """
+        if not self.stacks or not records:
+            return None
+        parted, parts = self._parted, len(self.kinds)
+        if parted is None:
+            columns: Sequence[Sequence[Any]] = [records]
+        elif set(map(type, records)) == {parted} and set(map(len, records)) == {parts}:
+            columns = [*zip(*records, strict=True)]
+        else:
+            return None
+        template, spec = tree_flatten(self.structure.template)
+        pairs = zip(columns, self.kinds, template, strict=True)
+        made = [_stacked_part(column, kind, like) for column, kind, like in pairs]
+        return None if any(part is None for part in made) else tree_unflatten(made, spec)
+
+    @property
+    def stacks(self) -> bool:
+        """Return whether records are a tensor, or lists or tuples of tensors and whole numbers."""
+        is_flat = self.nesting is None or self._parted is not None
+        return is_flat and all(kind in (Tensor, int) for kind in self.kinds)
+
     @property
     def _parted(self) -> Any:
         """Return the type of a record that is a list or a tuple of its parts; None for others."""
         is_flat = isinstance(self.nesting, list | tuple) and not any(self.nesting)
         return type(self.nesting) if is_flat else None
+
+
+def _stacked_part(column: Sequence[Any], kind: type, like: Tensor) -> Tensor | None:
+    """Return a part of some records as rows, or None; see :meth:`Form.stacked`.
+
+    Args:
+        column: the part of each record.
+        kind: type of all of them.
+        like: a batch with the shape and type of the rows.
+    """
+    if set(map(type, column)) != {kind}:
+        return None
+    if kind is int:
+        return torch.tensor(column, dtype=like.dtype)
+    first, alike = column[0], set(map(attrgetter("dtype"), column)) == {like.dtype}
+    alike = alike and first.shape == like.shape[1:] and first.is_cpu
+    if not alike or not all(map(Tensor.is_contiguous, column)):
+        return None
+    places = np.fromiter(map(Tensor.data_ptr, column), np.int64, len(column))
+    places.sort()
+    is_shared = (np.diff(places) < first.nbytes).any()
+    try:
+        return None if is_shared else torch.stack(tuple(column)).detach()
+    except RuntimeError:  # a shape is another one
+        return None
 
 
 def _parts_of(record: Any, nesting: Any) -> Sequence[Any] | None:
