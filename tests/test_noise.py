@@ -203,6 +203,24 @@ def test_small_radii_are_as_fine_as_large_ones(dtype: torch.dtype) -> None:
         np.testing.assert_allclose(out[0].double(), exact, rtol=rtol)
 
 
+@pytest.mark.promise("noise")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_cosines_and_sines_are_those_of_the_angles(
+    dtype: torch.dtype, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every processor, and where one of them is 0 or a tangent is not finite."""
+    monkeypatch.setattr(noise, "_has_avx512", lambda: has_avx512)
+    places = torch.linspace(-np.pi, np.pi, 4097, dtype=torch.float64)
+    angles = torch.cat([places, places[::512].float().double(), torch.tensor([-0.0, 1e-300])])
+    angles = angles.to(dtype)
+    cosines, exact = torch.empty_like(angles), angles.double().clone().numpy()
+    sines = noise.circle_(angles, cosines)
+    atol = 4e-7 if dtype == torch.float32 else 5e-16
+    np.testing.assert_allclose(cosines, np.cos(exact), rtol=0, atol=atol)
+    np.testing.assert_allclose(sines, np.sin(exact), rtol=0, atol=atol)
+
+
 def key_stream(key: bytes, step: int, lane: int) -> Callable[[int], bytes]:
     """Return what gives the next bytes of a lane of a step, computed as RFC 8439 says."""
     nonce = bytes(4) + step.to_bytes(8, "little") + lane.to_bytes(4, "little")

@@ -347,8 +347,8 @@ def test_a_record_that_is_written_to_later_is_its_own_row() -> None:
     lone = RARE[0]
     dataset = Scratch(lambda index: FOUR if index in (lone, *probes(RECORDS)[:1]) else None, True)
     rows = [lone, lone + 1]
-    x, _ = reader_of(dataset)[1, np.array(rows)]
-    assert x[:, 0].tolist() == rows
+    batch: Any = reader_of(dataset)[1, np.array(rows)]
+    assert batch[0][:, 0].tolist() == rows
 
 
 @pytest.mark.promise("reading")
