@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.functional import (
 )
 from torch.nn.modules.module import register_module_forward_hook
 
+from dpmac_cli.dp.clipping import matmul
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import (
@@ -395,6 +397,42 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
         c[valid].float(), valid[valid], expected
     )
     torch.testing.assert_close(theta, expected)
+
+
+@pytest.mark.promise("one")
+@pytest.mark.parametrize("is_faster", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 7, 20])
+def test_sums_over_records_are_those_of_either_library(
+    is_faster: bool, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows at a time where oneDNN is faster, the last of which are fewer."""
+    monkeypatch.setattr(matmul, "onednn_is_faster", lambda: is_faster)
+    monkeypatch.setattr(matmul, "COPIED", 3 * 5)
+    a, b = torch.randn(9, rows, dtype=dtype), torch.randn(9, 5, dtype=dtype)
+    out = torch.full((rows, 5), torch.nan, dtype=dtype)
+    matmul.multiply(a, b, out)
+    exact = (a.double().T @ b.double()).to(dtype)
+    torch.testing.assert_close(out, exact, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("family", "capability", "found"),
+    [(26, "AVX512", True), (26, "AVX2", False), (25, "AVX512", False), (None, "AVX512", False)],
+)
+def test_onednn_is_faster_where_avx_512_has_its_full_width(
+    family: int | None,
+    capability: str,
+    found: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = tmp_path / "cpuinfo"
+    if family is not None:
+        listed.write_text(f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17\n")
+    monkeypatch.setattr(matmul, "Path", lambda _: listed)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert matmul.onednn_is_faster.__wrapped__() == (found and matmul._ONEDNN)
 
 
 # Steps that differ from the trial.
