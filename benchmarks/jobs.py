@@ -65,6 +65,17 @@ def strided() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, CLASSES))
 
 
+def normed() -> nn.Module:
+    """Return the paper's network for CIFAR-10: three convolutions with norms, and two layers."""
+    torch.manual_seed(0)
+    layers = list[nn.Module]()
+    for before, after in ((3, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (len(layers) < 8)
+    ends = nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    return nn.Sequential(*layers, nn.Flatten(), *ends)
+
+
 class Transformed(Dataset[tuple[Tensor, int]]):
     """Made-up images of 32 x 32 pixels with the usual transforms."""
 
@@ -119,9 +130,15 @@ def rows_of_tensors(count: int) -> TensorDataset:
     return TensorDataset(sliced.rows, sliced.labels)
 
 
+def images(count: int) -> TensorDataset:
+    """Return made-up images of 32 x 32 pixels as torch's own dataset."""
+    return TensorDataset(torch.randn(count, 3, 32, 32), torch.randint(CLASSES, (count,)))
+
+
 LOOPS: Mapping[str, Loop] = {
     "TensorDataset, mlp": Loop(mlp, partial(rows_of_tensors, 60_000), 256),
     "own dataset, mlp": Loop(mlp, partial(Sliced, 60_000), 256),
+    "images, cnn with norms": Loop(normed, partial(images, 5_000), 256),
     "transforms, strided cnn": Loop(strided, partial(Transformed, 10_000), 128),
 }
 
@@ -255,13 +272,7 @@ def plain_cifar(folder: Path) -> None:
         mean, std = (torch.tensor(three).view(3, 1, 1) for three in CIFAR)
         return TensorDataset((images - mean) / std, torch.tensor(data.targets))
 
-    torch.manual_seed(0)
-    layers = list[nn.Module]()
-    for before, after in ((3, 32), (32, 64), (64, 64)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
-        layers += [nn.MaxPool2d(2)] * (len(layers) < 8)
-    ends = nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, CLASSES)
-    model = nn.Sequential(*layers, nn.Flatten(), *ends)
+    model = normed()
     fit(model, part(train=True), 512, 1)
     right_in(model, part(train=False))
     save_file(model.state_dict(), folder / "cifar10.safetensors")

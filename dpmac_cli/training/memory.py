@@ -17,8 +17,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep the memory that a step frees for the next one; elsewhere, do nothing.
 
     Otherwise glibc returns it to the system, and the next step waits while pages are mapped and
-    cleared: a seventh of a step of wrn-16-4, or of a small network of convolutions
-    (docs/performance.md). Where the environment sets one of :data:`CHOSEN`, nothing changes.
+    cleared, as in networks of convolutions with norms (docs/performance.md). Where the environment
+    sets one of :data:`CHOSEN`, nothing changes.
     """
     if any(name in os.environ for name in CHOSEN):
         return
