@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -25,9 +24,12 @@ from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, as_flags
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import resume, train
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies import local, results
 from dpmac_cli.studies.grid import NOT_STUDIED, Grid, address, listed_values, plan
+from dpmac_cli.studies.local import arguments
 from dpmac_cli.studies.results import (
+    FEWEST,
     Cell,
     Comparison,
     as_json,
@@ -35,12 +37,12 @@ from dpmac_cli.studies.results import (
     collect,
     finished_report,
     holm,
-    paired_p_value,
-    standing_of,
+    judged,
+    paired,
     write_comparison,
 )
 from dpmac_cli.tasks.task import METRICS
-from tests.digits_runs import after, digits
+from tests.digits_runs import after
 
 ROOT = Path("study")
 
@@ -264,15 +266,41 @@ def test_a_kill_leaves_no_checksums_of_another_table(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_run_is_a_command_with_the_settings_that_were_typed(tmp_path: Path) -> None:
+    """From which the same plan follows, so its folder counts wherever the command is run."""
+    flags = {"optimizers": "dp-sgd,dp-macadam", "kappa": "paper,exact", "epsilon": "1,3"}
+    more = {
+        "seeds": "7",
+        "class_weights": [1, *[2] * 9],
+        "checkpoint_every": "5",
+        "recipe": "paper",
+    }
+    study = plan({"dataset": "digits", **flags, **more}, None, tmp_path)
+    for run in study.runs:
+        name, out, *typed, seed, quiet = arguments(run, "cpu")[:1] + arguments(run, "cpu")[2:]
+        assert (name, out, seed, quiet) == (
+            "train",
+            str(run.folder),
+            f"--seed={run.seed}",
+            "--quiet",
+        )
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in typed)
+        assert given.pop("checkpoint-every") == "5"
+        again = resolve({flag.replace("-", "_"): value for flag, value in given.items()}).plan
+        assert address(again, run.seed) == run.folder.name
+        assert again.event == run.plan.event
+    [baseline, *_] = plan({"dataset": "digits", "no_dp": True}, None, tmp_path).runs
+    assert "--no-dp" in arguments(baseline, "cpu")
+
+
 def test_what_a_network_prints_is_not_in_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     [run] = grid(optimizers="dp-sgd", sigma="1", seeds="1").runs
-    monkeypatch.setattr(local, "train_job", lambda *_: print("from a network"))  # noqa: T201
-    mine, theirs = multiprocessing.Pipe()
-    local._work(dict(os.environ), theirs, run.on("cpu"), digits(), 1)
-    assert mine.recv() is None
-    assert capsys.readouterr() == ("", "from a network\n")
+    monkeypatch.setattr(local, "arguments", lambda *_: ["--version"])
+    assert local.Command(run, "cpu", threads=1).failure() is None
+    out, error = capfd.readouterr()
+    assert (out, error.split()[0]) == ("", "dpmac")
 
 
 def test_a_study_has_an_end() -> None:
@@ -319,14 +347,18 @@ def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
     return Cell(**{**values, **changes})
 
 
-def test_the_test_is_paired_over_common_seeds() -> None:
+def test_differences_are_paired_over_common_seeds() -> None:
     rng = np.random.default_rng(0)
     one, other = rng.normal(0.9, 0.01, 6), rng.normal(0.89, 0.01, 6)
-    expected = stats.ttest_rel(one, other).pvalue
-    assert paired_p_value(dict(enumerate(one)), dict(enumerate(other))) == pytest.approx(expected)
+    tested = stats.ttest_rel(one, other)
+    low, high = tested.confidence_interval(0.95)
+    expected = (np.mean(one - other), low, high, tested.pvalue)
+    assert paired(dict(enumerate(one)), dict(enumerate(other))) == pytest.approx(expected)
     # A seed that only one of them has does not count, in whatever order they come.
     extra = dict(reversed([*enumerate(one), (9, 0.1)]))
-    assert paired_p_value(extra, dict(enumerate(other))) == pytest.approx(expected)
+    assert paired(extra, dict(enumerate(other))) == pytest.approx(expected)
+    alike = paired(dict(enumerate(one)), {seed: value - 0.1 for seed, value in enumerate(one)})
+    assert alike == pytest.approx((0.1, 0.1, 0.1, 1))
 
 
 def holm_by_definition(p_values: Sequence[float], level: float) -> list[bool]:
@@ -347,36 +379,55 @@ def test_holm() -> None:
         assert holm(p_values) == holm_by_definition(p_values, 0.05)
 
 
+def standings(*cells: Cell) -> list[str]:
+    """The standings of cells of a column, each of a row of its own."""
+    apart = [replace(cell, labels=(("optimizer", str(n)),)) for n, cell in enumerate(cells)]
+    return [cell.standing for cell in judged(apart, METRICS["accuracy"])]
+
+
+GOOD, BAD = (0.90, 0.91, 0.92, 0.93, 0.94), (0.80, 0.811, 0.82, 0.83, 0.84)
+
+
 def test_the_best_is_best_only_where_all_others_are_worse() -> None:
-    good, same = cell(0.90, 0.91, 0.92), cell(0.901, 0.909, 0.921)
-    bad = cell(0.80, 0.811, 0.82)
-    assert standing_of([bad, good], METRICS["accuracy"]) == ["", "best"]
-    assert standing_of([good, bad, same], METRICS["accuracy"]) == ["tied", "", "tied"]
+    good, same, bad = cell(*GOOD), cell(0.901, 0.909, 0.921, 0.931, 0.938), cell(*BAD)
+    assert standings(bad, good) == ["", "best"]
+    assert standings(good, bad, same) == ["tied", "", "tied"]
 
 
-def test_two_seeds_show_nothing() -> None:
+def test_a_row_stands_beside_the_best_with_its_difference() -> None:
+    rows = [shown("dp-adam", 1.0, *BAD), shown("dp-sgd", 1.0, *GOOD)]
+    bad, good = judged(rows, METRICS["accuracy"])
+    assert good.difference is None
+    assert bad.difference is not None
+    text = as_markdown(comparison(bad, good))
+    assert f"| dp-adam | {100 * bad.difference.mean:.2f} [" in text
+    row, best = as_json(comparison(bad, good))["rows"]
+    assert (row["difference"], *row["difference_interval"]) == bad.difference[:3]
+    assert best["difference"] is best["difference_interval"] is None
+
+
+def test_four_seeds_show_nothing() -> None:
     """A t-test of two differences finds 67.2 to be no worse than 81.9."""
-    good, bad = cell(0.815, 0.823), cell(0.66, 0.684)
-    two = {0: 0.0, 1: 1e-3}
-    assert standing_of([good, bad], METRICS["accuracy"]) == ["", ""]
-    assert paired_p_value({0: 9.0, 1: 9.0}, two) == 1
+    good, bad = cell(0.815, 0.823, 0.82, 0.81), cell(0.66, 0.684, 0.65, 0.66)
+    assert standings(good, bad) == ["", ""]
+    few = {seed: 0.001 * seed for seed in range(FEWEST - 1)}
+    assert paired(dict.fromkeys(few, 9.0), few) is None
     text = as_markdown(comparison(good, bad))
-    assert "Nothing is marked as best: with fewer than three finished runs per row" in text
+    assert "with fewer than five finished runs per row, a difference cannot be told from" in text
     assert "~" not in text
     assert "t-test" not in text
-    for seeds, said in ((2, "Two seeds"), (3, "three 2.5"), (5, "five 1.2"), (10, "ten 0.7")):
+    for seeds, said in ((5, "Five seeds show only a difference of 1.2"), (10, "ten 0.7")):
         assert said in text
         least = stats.t.ppf(0.975, seeds - 1) / math.sqrt(seeds)
-        assert least == pytest.approx({2: 9, 3: 2.5, 5: 1.2, 10: 0.7}[seeds], rel=0.05)
+        assert least == pytest.approx({5: 1.2, 10: 0.7}[seeds], rel=0.05)
 
 
 def test_none_is_the_best_beside_a_row_that_was_not_tested() -> None:
     """Most of its runs failed, but those that did not were better."""
-    good, bad = cell(0.90, 0.91, 0.92), cell(0.80, 0.811, 0.82)
-    few = cell(0.95, 0.96)
-    assert standing_of([good, bad, few], METRICS["accuracy"]) == ["tied", "", ""]
+    good, bad, few = cell(*GOOD), cell(*BAD), cell(0.95, 0.96)
+    assert standings(good, bad, few) == ["tied", "", ""]
     text = as_markdown(comparison(good, bad, few))
-    assert "Rows with fewer than three finished runs are not tested" in text
+    assert "Rows with fewer than five finished runs are not tested" in text
     assert "not tested" not in as_markdown(comparison(good, bad))
 
 
@@ -426,10 +477,10 @@ def shown(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
 
 
 CELLS = (
-    shown("dp-adam", 0.5, 0.90, 0.91, 0.92, standing="tied"),
-    shown("dp-adam", 1.0, 0.80, 0.81, 0.82),
-    shown("dp-macadam", 0.5, 0.91, 0.92, 0.93, standing="tied"),
-    shown("dp-macadam", 1.0, 0.88, 0.89, 0.89, standing="best"),
+    shown("dp-adam", 0.5, 0.90, 0.91, 0.92, 0.93, 0.94, standing="tied"),
+    shown("dp-adam", 1.0, 0.80, 0.81, 0.82, 0.83, 0.84),
+    shown("dp-macadam", 0.5, 0.91, 0.92, 0.93, 0.94, 0.95, standing="tied"),
+    shown("dp-macadam", 1.0, 0.88, 0.89, 0.89, 0.88, 0.89, standing="best"),
     shown("dp-sgd", 0.5, failures={0: "its process died", 1: "no"}),
 )
 
@@ -448,7 +499,7 @@ WHOLE = comparison(*CELLS)
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
-        assert "The 14 runs, 2 of them not finished and counted in full, use the same" in text
+        assert "The 22 runs, 2 of them not finished and counted in full, use the same" in text
         assert (
             "Publish at most one of them" in text
         )  # what one seed draws for one, it draws for all

@@ -15,9 +15,8 @@ from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, resume, train
-from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.studies.grid import Run, plan
-from dpmac_cli.studies.local import train_job
+from dpmac_cli.runs import folder
+from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect, write_comparison
 from dpmac_cli.studies.tune import tune
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
@@ -96,16 +95,8 @@ def resumed(out: Path) -> None:
     finish(resume(out, {}))
 
 
-def begun_again(out: Path) -> None:
-    """A run of a study, whose checkpoint is lost."""
-    if not (out / "checkpoint").is_symlink():
-        checkpoint.path_in(out).unlink()
-    placed = digits_config(steps=2, seed=4).placed(out, force=True)
-    assert train_job(Run(placed, (), SIGMA), 1) is None
-
-
 #: Every door by which a run takes the place of another or goes on.
-DOORS = (published, trained, typed, resumed_from_another, begun_again, resumed)
+DOORS = (published, trained, typed, resumed_from_another, resumed)
 
 
 def unfinished(out: Path) -> Path:
@@ -141,9 +132,6 @@ def test_a_link_is_removed_and_never_followed(
     for name in (folder.REPORT, folder.CARD):
         (out / name).unlink()
         (out / name).symlink_to(other / name)
-    if replace is begun_again:
-        (other / "checkpoint" / folder.STATE).rename(tmp_path / "lost")
-        (other / "checkpoint" / folder.STATE).symlink_to(tmp_path / "nowhere")
     before = every_file(other)
     replace(out)
     assert every_file(other) == before

@@ -26,13 +26,13 @@ from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import RunEvent, finish
 from dpmac_cli.runs import checkpoint, folder, ledger, prepare, trainer
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.local import arguments, clear_the_way
 from dpmac_cli.studies.results import collect
 from dpmac_cli.training import private_scores
 from dpmac_cli.training.private_scores import PrivateScore
-from tests.digits_runs import RATE, after, digits, digits_config, report_of
+from tests.digits_runs import RATE, after, digits, digits_config
 from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
@@ -254,12 +254,8 @@ def study(tmp_path: Path) -> Grid:
     return plan({**settings, "seeds": "1", "device": "cpu", "model": "mlp-small"}, None, tmp_path)
 
 
-def none_there(run: Path) -> None:
-    raise InputError(f"{run} contains no checkpoint")
-
-
-def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
-    """Carry out a study's run from the start, as without checkpoints, and kill it in a step."""
+def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int) -> None:
+    """Train a study's run from the start, in the place of one before, and kill it in a step."""
     steps, release = itertools.count(1), GaussianMechanism.release
 
     def released(*args: Any) -> Any:
@@ -268,9 +264,8 @@ def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None
         return release(*args)
 
     with monkeypatch.context() as patch, suppress(Killed):
-        patch.setattr(checkpoint, "read", none_there)
         patch.setattr(GaussianMechanism, "release", released)
-        list(local._events(study.runs[0], digits(), lambda: False))
+        list(run.train(study.runs[0].plan, data=digits()))
 
 
 def counted_in(study: Grid) -> list[int]:
@@ -284,28 +279,50 @@ def counted_in(study: Grid) -> list[int]:
 
 
 @pytest.mark.promise("ledger")
-def test_a_study_is_charged_for_attempts_begun_again(
-    study: Grid, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lost", [(folder.STATE,), (folder.STATE, folder.LEDGER)])
+def test_a_study_begins_no_run_again_of_which_steps_have_begun(
+    lost: tuple[str, ...], study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = study.runs[0].folder
+    """It would forget them. A run is resumed, or has failed, and is charged in full."""
+    [one] = study.runs
     attempt(study, monkeypatch, kill=15)
     assert counted_in(study) == [STEPS]
-    attempt(study, monkeypatch, kill=5)
-    assert counted_in(study) == [15, STEPS]
-    attempt(study, monkeypatch)
-    assert counted_in(study) == [15, 5, STEPS]
-    comparison = collect(study, {})
-    [cell] = comparison.cells
-    assert cell.epsilon == comparison.epsilon
-    report = report_of(where)
-    assert [event["steps"] for event in report["privacy"]["events"]] == [15, 5, STEPS]
-    assert report["privacy"]["epsilon"] == cell.epsilon
-    (where / folder.CHECKPOINTS / ledger.FILE).unlink()
-    assert counted_in(study) == [15, 5, STEPS]  # as in the report
+    assert "--resume" in arguments(one, "cpu")
+    for name in lost:
+        (one.folder / folder.CHECKPOINTS / name).unlink()
+    before = {file: file.read_bytes() for file in one.folder.rglob("*") if file.is_file()}
+    with pytest.raises(InputError, match="has steps of this run, but no checkpoint"):
+        clear_the_way(one)
+    assert before == {file: file.read_bytes() for file in before}
+    assert counted_in(study) == [STEPS]
 
 
 @pytest.mark.promise("ledger")
-def test_a_kill_while_a_run_is_replaced_forgets_nothing(
+def test_a_study_begins_a_run_again_that_was_killed_before_its_first_step(
+    study: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each file that is moved to its place."""
+    [one] = study.runs
+    for kill in itertools.count(1):
+        calls, move = itertools.count(1), os.replace
+
+        def moved(*args: Any) -> None:
+            if next(calls) == kill:  # noqa: B023
+                raise Killed
+            move(*args)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", moved)
+            attempt(study, monkeypatch, kill=1)
+        clear_the_way(one)
+        if "--resume" in arguments(one, "cpu"):
+            assert kill > 1
+            return
+        assert all(map(folder.is_leftover, one.folder.iterdir()))
+
+
+@pytest.mark.promise("ledger")
+def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_another_ledger(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each file that is moved to its place or removed."""
@@ -335,27 +352,13 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, monkeypatch, kill=1)
-        begun = ledger.begun_events(where, study.runs[0].plan.planned)
-        assert begun[0].steps == 15
-        found = ledger.read_ledger(where)
-        assert found is not None
+        assert ledger.read_ledger(where) is not None
         # No checkpoint of the run before may be resumed beside it. Where no step of that had begun,
         # it is the same as that of the new one.
         if (checkpoints / ledger.FILE).read_bytes() != text and (old is None or old.begun > 0):
             replaced = True
             assert not saved & {file.read_bytes() for file in checkpoints.glob("state.*")}
     assert replaced
-
-
-@pytest.mark.promise("ledger")
-def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
-    study: Grid, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt(study, monkeypatch, kill=15)
-    (study.runs[0].folder / folder.CHECKPOINTS / ledger.FILE).unlink()
-    assert counted_in(study) == [STEPS]
-    attempt(study, monkeypatch)
-    assert counted_in(study) == [STEPS, STEPS]
 
 
 @pytest.mark.promise("ledger")

@@ -1,14 +1,17 @@
 """dpmac compare: train many runs, and show a table of results."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
+from pydantic import Field, StrictBool
 from rich.console import Console
-from rich.progress import BarColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +22,7 @@ from dpmac_cli.config.flags import OneOf, SomePath
 from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
+from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
 from dpmac_cli.studies.results import (
     COMPARE_JSON,
@@ -52,6 +56,10 @@ Cluster = Annotated[
         "machine]"
     ),
 ]
+PrintCommands = Annotated[
+    StrictBool,
+    Field(description="Print the command of each run that is not finished, and train nothing."),
+]
 StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
 
 
@@ -59,7 +67,11 @@ StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
     StudyFlags.model_fields,
     STUDIED,
     several=STUDIED.keys() - {*ONE_VALUE},
-    not_both={("dry_run", "json"): "a plan has no table"},
+    not_both={
+        ("dry_run", "json"): "a plan has no table",
+        ("commands", "json"): "commands are no table",
+        ("commands", "dry_run"): "",
+    },
 )
 def compare(
     *,
@@ -67,6 +79,7 @@ def compare(
     executor: ExecutorName = "local",
     cluster: Cluster = None,
     dry_run: DryRun = False,
+    commands: PrintCommands = False,
     config: Config = None,
     out: StudyFolder = Path("runs/compare"),
     json: PrintJson = False,
@@ -76,9 +89,9 @@ def compare(
     """Compare optimizers, noise levels or any other setting, over several seeds.
 
     Every setting accepts several values (0.5,0.6,0.7). Values of sigma or epsilon become the
-    columns of the table, combinations of other values its rows. Runs are ordinary training runs
-    in --out, which are found by their settings: finished runs are reused, interrupted runs are
-    resumed, and failed runs are tried again.
+    columns of the table, combinations of other values its rows. Each run is a command dpmac train
+    in a process of its own. Its folder in --out is found by its settings: finished runs are
+    reused, interrupted runs are resumed, and failed runs are tried again.
 
     Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
 
@@ -99,6 +112,11 @@ def compare(
         console.print_private_notes(grid.private_notes)
     if planned is not None:
         console.stdout().print(planned)
+        return
+    if commands:
+        for run in (grid.runs[number] for number in _missing(grid)):
+            device = run.plan.settings.device
+            console.print_result(f"{shlex.join(['dpmac', *local.arguments(run, device)])}\n")
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
@@ -124,23 +142,21 @@ def _carry_out(
     grid: Grid, out: Path, screen: Console, executor: str, jobs: int | None, cluster: str | None
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
-    with console.waiting(screen.quiet, "data"):
-        # Nothing is written if the data or the cluster is not available.
-        data = late.local.share_data([grid.runs[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        workers: late.local.Executor | None = None
-        if data and executor == "ray":
+        workers: local.Executor | None = None
+        if _missing(grid) and executor == "ray":
+            # Nothing is written if the cluster is not available.
             held.enter_context(late.ray_cluster.connected(cluster))
             workers = late.ray_cluster.Tasks(grid.runs, jobs)
-        elif data:
-            workers = late.local.Pool(grid.runs, jobs, data)
+        elif _missing(grid):
+            workers = local.Commands(grid.runs, jobs)
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
-        events = late.local.carry_out(workers, grid.runs, missing, asked) if workers else ()
-        for number, failure in shown(events, screen, grid, len(missing)):
+        looks = local.carry_out(workers, grid.runs, missing, asked) if workers else ()
+        for number, failure in shown(looks, screen, grid, missing):
             if failure:
                 failures[number] = failure
         return failures, asked()
@@ -152,42 +168,73 @@ def _missing(grid: Grid) -> list[int]:
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
-    """Yield one line per reason, with the first run that failed for that reason."""
-    by_reason: dict[str, list[Run]] = {}
+    """Yield one line per reason, with the first run that failed for that reason.
+
+    Reasons are the same if they differ in the folder of the run only.
+    """
+    by_reason: dict[str, list[int]] = {}
     for number, why in failures.items():
-        by_reason.setdefault(why, []).append(grid.runs[number])
-    for why, (first, *others) in by_reason.items():
-        more = f" and {len(others)} more" if others else ""
-        yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
+        by_reason.setdefault(why.replace(str(grid.runs[number].folder), ""), []).append(number)
+    for first, *others in by_reason.values():
+        run, more = grid.runs[first], f" and {len(others)} more" if others else ""
+        yield f"{run.folder.name} (seed {run.seed}){more}: {failures[first]}"
 
 
 def shown(
-    events: Iterable[tuple[int, str | None]], screen: Console, grid: Grid, missing: int
+    looks: Iterable[local.Look], screen: Console, grid: Grid, missing: Sequence[int]
 ) -> Iterator[tuple[int, str | None]]:
     """Yield the runs that ended, and why they failed.
 
-    Print a line per finished run; below them, on a terminal, a bar.
+    Print a line per finished run; below them, on a terminal, a bar for each run in training and one
+    of all steps, with the time that is left.
     """
-    found, ended = len(grid.runs) - missing, 0
+    found, ended, steps = len(grid.runs) - len(missing), 0, dict.fromkeys(missing, 0)
     screen.print(
         f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
     )
-    with console.bar("{task.completed}/{task.total} runs", BarColumn(), console=screen) as bar:
-        task = bar.add_task("", total=missing)
-        for number, failure in events:
-            run = grid.runs[number]
-            name = run.name
-            report = finished_report(run)
-            ended += report is not None or failure is not None
-            bar.update(task, completed=ended)
-            if failure:
-                screen.print(Text(f"{name}: failed: {failure}", style="red"))
-            elif report is not None:
-                metric = METRICS[run.plan.settings.metric]
-                value = report["test"].get(metric.key)
-                score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
-                screen.print(Text(f"{ended}/{missing}  {name}{score}"))
-            yield number, failure
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn()
+    with console.bar(*columns, console=screen) as bar:
+        whole = bar.add_task("all runs, steps", total=sum(_steps(grid, n) for n in missing))
+        bars = dict[int, TaskID]()
+        for look in looks:
+            for number, failure in look.ended:
+                run = grid.runs[number]
+                report = finished_report(run)
+                ended += report is not None or failure is not None
+                steps[number] = _steps(grid, number)
+                if failure:
+                    screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
+                elif report is not None:
+                    metric = METRICS[run.plan.settings.metric]
+                    value = report["test"].get(metric.key)
+                    score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
+                    screen.print(Text(f"{ended}/{len(missing)}  {run.name}{score}"))
+                yield number, failure
+            if bar.disable:
+                continue
+            for number in bars.keys() - {*look.running}:
+                bar.remove_task(bars.pop(number))
+            for number in look.running:
+                if number not in bars:
+                    name = escape(grid.runs[number].name)
+                    bars[number] = bar.add_task(name, total=_steps(grid, number))
+                steps[number] = steps_so_far(grid.runs[number])
+                bar.update(bars[number], completed=steps[number])
+            bar.update(whole, completed=sum(steps.values()))
+
+
+def _steps(grid: Grid, number: int) -> int:
+    """Return the number of steps of a run."""
+    return grid.runs[number].plan.event.steps
+
+
+def steps_so_far(run: Run) -> int:
+    """Return the last step of a run in training that its metrics have; 0 before the first."""
+    try:
+        lines = (run.folder / folder.METRICS).read_text(encoding="utf-8").splitlines()
+        return int(loads(lines[-1])["step"])
+    except (*folder.BROKEN, IndexError):
+        return 0
 
 
 def planned_runs(grid: Grid) -> Table:

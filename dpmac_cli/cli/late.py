@@ -16,7 +16,6 @@ __all__ = (
     "environment",
     "folder",
     "kinds",
-    "local",
     "prediction",
     "ray_cluster",
     "report",
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from dpmac_cli.data import cache, csv_file, kinds, table
     from dpmac_cli.release import audit, prediction, report, run
     from dpmac_cli.runs import environment, folder, resolve, workers
-    from dpmac_cli.studies import local, ray_cluster, tune
+    from dpmac_cli.studies import ray_cluster, tune
     from dpmac_cli.training import distributed
 else:
     audit = OnFirstUse("dpmac_cli.release.audit")
@@ -43,7 +42,6 @@ else:
     distributed = OnFirstUse("dpmac_cli.training.distributed")
     environment = OnFirstUse("dpmac_cli.runs.environment")
     folder = OnFirstUse("dpmac_cli.runs.folder")
-    local = OnFirstUse("dpmac_cli.studies.local")
     prediction = OnFirstUse("dpmac_cli.release.prediction")
     ray_cluster = OnFirstUse("dpmac_cli.studies.ray_cluster")
     report = OnFirstUse("dpmac_cli.release.report")

@@ -6,7 +6,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values, values_of
@@ -28,7 +27,6 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     data: Dataset | Data | None = None,
     ranks: Ranks | None = None,
-    earlier: tuple[TrainingEvent, ...] = (),
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and report progress.
 
@@ -41,8 +39,6 @@ def train(
         data: records of the plan, or data on the device; None to read them.
         ranks: the processes of the run; the others call
             :func:`~dpmac_cli.runs.workers.run_worker`.
-        earlier: events of what was done to the records before, in attempts that this run replaces.
-            Its epsilon and ``max_epsilon`` cover them.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -58,7 +54,7 @@ def train(
             f"A run cannot be trained from a {type(plan).__name__}. Resolve its settings first: "
             "train(resolve(**settings))."
         )
-    return _published(new_run(plan, stop, data, ranks, earlier))
+    return _published(new_run(plan, stop, data, ranks))
 
 
 def resume(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -74,13 +74,11 @@ def new_run(
     stop: Callable[[], bool],
     data: Dataset | Data | None,
     ranks: Ranks | None,
-    earlier: tuple[TrainingEvent, ...],
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
         folder.check_place(plan)
-        accounts = tuple(map(done, earlier))
-        before = Inherited(earlier=accounts, target=plan.settings.epsilon)
+        before = Inherited(target=plan.settings.epsilon)
         session = _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 

@@ -156,11 +156,13 @@ class Run:
         plan: all its settings, with its folder and its seed.
         labels: settings that distinguish its row, by the names of their flags.
         column: its value of the study's column setting.
+        given: settings that were typed, by name, from which the others follow.
     """
 
     plan: Plan
     labels: Labels
     column: float
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -179,10 +181,6 @@ class Run:
         """Return what tells it from other runs: its row, its noise and its seed."""
         sigma = self.plan.event.noise_multiplier
         return f"{row_name(self.labels)}  sigma {sigma:.4g}  seed {self.seed}"
-
-    def on(self, device: str) -> "Run":
-        """Return the same run on another device."""
-        return replace(self, plan=self.plan.on(device))
 
 
 @dataclass(frozen=True)
@@ -282,16 +280,18 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     axes: list[str] = ["optimizer"]
     axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
     cases = [*_combinations(given, axes)]
-    found, notes = resolved(flags for _, flags in cases)
-    cells: dict[tuple[Labels, float], Plan] = {}
-    for (labels, _), one in zip(cases, found, strict=True):
+    found, notes = resolved((flags for _, flags in cases), same_data=True)
+    cells: dict[tuple[Labels, float], tuple[Plan, Mapping[str, Any]]] = {}
+    for (labels, flags), one in zip(cases, found, strict=True):
         plan = one.plan
         target, sigma = plan.settings.epsilon or math.inf, plan.event.noise_multiplier
-        cells.setdefault((labels, target if column == "epsilon" else sigma), plan)
+        place = labels, target if column == "epsilon" else sigma
+        typed = {name: value for name, value in flags.items() if is_given(value)}
+        cells.setdefault(place, (plan, typed | {"dataset": plan.facts.typed}))
     changed = last_change(found[0].plan)
     runs = tuple(
-        Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value)
-        for (labels, value), plan in cells.items()
+        Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value, flags)
+        for (labels, value), (plan, flags) in cells.items()
         for seed in seeds
     )
     return Grid(runs, column, notes, found[0].private_notes)

@@ -1,45 +1,57 @@
-"""Run a study: jobs of an executor, why some failed, and a pool of local processes as executor.
+"""Run a study: every run is a command ``dpmac train``, in a process of its own.
 
-The other executor is :mod:`~dpmac_cli.studies.ray_cluster`.
+A run that has finished is not started again, and one that has a checkpoint is resumed. So a study
+that was killed continues, whoever trained its runs. The other executor is
+:mod:`~dpmac_cli.studies.ray_cluster`. Imports no torch, unless the machine may have a GPU.
 """
 
 import contextlib
-import multiprocessing
 import os
-import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-import torch
-import torch.multiprocessing as processes
-
-from dpmac_cli.data.image_folder import usable_cores
-from dpmac_cli.dp.torch_errors import what_failed
-from dpmac_cli.errors import DpmacError, InputError, as_flags, explain_os_error
-from dpmac_cli.models.dataset import Data
-from dpmac_cli.release.run import RunEvent, resume, train
-from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.flags import flag_name
+from dpmac_cli.config.plan import Plan
+from dpmac_cli.errors import INTERRUPTED, DpmacError, InputError, as_flags
+from dpmac_cli.files import data_folder
+from dpmac_cli.libraries import torch
+from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import begun_events
-from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
-from dpmac_cli.training.memory import keep_freed_memory
 
-#: Seconds between requests to stop.
-PATIENCE = 0.2
-#: Seconds within which files written by another machine must become visible.
-GRACE = 15.0
+#: Seconds between looks at the runs.
+PATIENCE = 0.05
+#: Variable that limits the threads of a process.
+THREADS = "OMP_NUM_THREADS"
+#: Number of the file of standard error.
+STANDARD_ERROR = 2
+#: Files of the drivers of GPUs: NVIDIA's, AMD's, and those of Windows.
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+#: Settings that a resume takes again, because the run's own files do not have them.
+AGAIN = ("model", "data_dir", "checkpoint_every")
+#: How a message on standard error begins, and how one goes on that a command was stopped.
+ERROR, STOPPED = "error: ", "stopped: "
 
 
-class LostJobError(Exception):
-    """A job ended without a result."""
+class Job(Protocol):
+    """A run in training, elsewhere."""
+
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+
+    def stop(self) -> None:
+        """Ask it to end after its step, and to save."""
+
+    def failure(self) -> str | None:
+        """Return why it did not finish, once it has ended; None if it did."""
 
 
 class Executor(Protocol):
@@ -47,182 +59,269 @@ class Executor(Protocol):
 
     slots: int
 
-    def train(self, run: Run, stop: threading.Event) -> str | None:
-        """Train a run until it ends; return why it failed. Once ``stop`` is set, ask it to stop.
+    def start(self, run: Run) -> Job:
+        """Begin to train a run. Raises InputError."""
 
-        Raises LostJobError.
-        """
+
+class Look(NamedTuple):
+    """A look at a study in progress.
+
+    Attributes:
+        running: indices of the runs in training, also of those that another process trains.
+        ended: index of each run that has ended since the last look, and why it failed; None for one
+            that finished or was asked to stop.
+    """
+
+    running: tuple[int, ...]
+    ended: tuple[tuple[int, str | None], ...]
 
 
 def carry_out(
     executor: Executor, runs: Sequence[Run], numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[tuple[int, str | None]]:
-    """Carry out some runs of a study; yield the index of each that has ended, and why it failed.
+) -> Iterator[Look]:
+    """Carry out some runs of a study, and yield a look at them a few times per second.
 
-    There is no reason for a run that finished, or was asked to stop. Others go on if the process
-    of one dies.
+    Others go on if one fails. A run that another process trains is not started: it is waited for.
 
     Args:
         executor: trains the runs. Those that remain at the end are asked to stop.
         runs: all runs of the study.
         numbers: indices of the runs to carry out.
-        stop: called between looks at the runs; if True, every run finishes its step and saves.
+        stop: called between looks; if True, every run finishes its step and saves.
     """
-    asked = threading.Event()
-    with ThreadPoolExecutor(executor.slots) as threads:
-        started = [] if stop() else numbers
-        jobs = {threads.submit(executor.train, runs[n], asked): n for n in started}
-        try:
-            while jobs:
-                ended, _ = wait(jobs, PATIENCE, FIRST_COMPLETED)
-                if stop():
-                    asked.set()
-                    jobs = {job: number for job, number in jobs.items() if not job.cancel()}
-                for job in ended:
-                    number = jobs.pop(job)
-                    yield number, _failure(job, runs[number], asked.is_set())
-        finally:
-            asked.set()
-            for job in jobs:
-                job.cancel()
-
-
-def _failure(job: Future[str | None], run: Run, stopped: bool) -> str | None:
-    """Return why a run failed; None if it finished, or was asked to stop."""
+    study = _Study(executor, runs, deque(numbers))
     try:
-        why = job.result()
-    except LostJobError as failure:  # perhaps after its run had finished
-        died = f"its process died ({failure}). If memory ran out, use fewer --jobs."
-        return None if stopped or finished_report(run) else died
-    if stopped or why is not None or _appears(run):
-        return why
-    return (
-        f"it ended on another machine that was asked to stop, or its folder {run.folder} is not "
-        "visible here. Set {out} to a folder on shared storage."
+        while study.jobs or study.waiting or study.elsewhere:
+            if stop() and not study.asked:
+                study.stop()
+            ended = (*study.collect(), *study.start())
+            yield Look((*study.jobs, *study.elsewhere), ended)
+            time.sleep(PATIENCE)
+    finally:
+        study.stop()
+
+
+class _Study:
+    """Runs of a study that have not ended: those to start, in training, and trained elsewhere."""
+
+    def __init__(self, executor: Executor, runs: Sequence[Run], waiting: deque[int]) -> None:
+        self.executor, self.runs, self.waiting = executor, runs, waiting
+        self.jobs = dict[int, Job]()
+        self.elsewhere = list[int]()
+        self.asked = False
+        self._prepared = set[str]()
+
+    def stop(self) -> None:
+        """Start no more runs, and ask those in training to stop, once."""
+        self.asked = True
+        self.waiting.clear()
+        self.elsewhere.clear()
+        for job in self.jobs.values():
+            job.stop()
+
+    def collect(self) -> Iterator[tuple[int, str | None]]:
+        """Yield the runs that have ended, and why they failed."""
+        for number in [number for number, job in self.jobs.items() if job.ended()]:
+            job, run = self.jobs.pop(number), self.runs[number]
+            self._prepared.add(prepares(run.plan))
+            why = job.failure()
+            if self.asked or why is None or finished_report(run):
+                yield number, None
+            elif folder.in_use(run.folder):  # another process was faster
+                self.elsewhere.append(number)
+            else:
+                yield number, why
+        for number in [n for n in self.elsewhere if not folder.in_use(self.runs[n].folder)]:
+            self.elsewhere.remove(number)
+            if finished_report(self.runs[number]):
+                yield number, None
+            else:
+                self.waiting.appendleft(number)
+
+    def start(self) -> Iterator[tuple[int, str | None]]:
+        """Start runs while there is room for them; yield those that cannot be started, and why."""
+        while self.waiting and len(self.jobs) + len(self.elsewhere) < self.executor.slots:
+            number = self.waiting[0]
+            run = self.runs[number]
+            if folder.in_use(run.folder):
+                self.elsewhere.append(self.waiting.popleft())
+                continue
+            if not self._is_prepared(run.plan):
+                return
+            self.waiting.popleft()
+            try:
+                self.jobs[number] = self.executor.start(run)
+            except DpmacError as failure:
+                yield number, as_flags("\n".join(failure.errors))
+
+    def _is_prepared(self, plan: Plan) -> bool:
+        """Return whether no run in training is about to prepare the same records first."""
+        needed = prepares(plan)
+        alike = [
+            run for run in map(self.runs.__getitem__, self.jobs) if prepares(run.plan) == needed
+        ]
+        ready = not needed or not alike or needed in self._prepared
+        if not ready and any(folder.is_configured(run.folder) for run in alike):
+            self._prepared.add(needed)
+            ready = True
+        return ready
+
+
+def prepares(plan: Plan) -> str:
+    """Return the name of what the first run on some records prepares for the others; "" if nothing.
+
+    It downloads a dataset, decodes images, or computes features, and keeps them.
+    """
+    settings, facts = plan.settings, plan.facts
+    if plan.features is not None:
+        return repr(plan.features)
+    if facts.own:
+        return "images" if facts.records.kind == "images" else ""
+    files = DATASETS[facts.typed].files
+    place = data_folder(settings.data_dir)
+    return "" if all((place / file).exists() for file in files) else "files"
+
+
+def arguments(run: Run, device: str) -> list[str]:
+    """Return the command that trains a run, or resumes it from its checkpoint, without its name."""
+    given = dict(run.given) | {"device": device}
+    first = ["--out", str(run.folder)]
+    if (run.folder / folder.CHECKPOINTS / folder.STATE).is_file():
+        first = ["--resume", str(run.folder)]
+        given = {name: given[name] for name in ("device", *AGAIN) if name in given}
+    flags = [
+        f"--{flag_name(name)}" if value is True else f"--{flag_name(name)}={value}"
+        for name, value in given.items()
+    ]
+    return ["train", *first, *flags, f"--seed={run.seed}", "--quiet"]
+
+
+def clear_the_way(run: Run) -> None:
+    """Remove what a command has left that was killed before the first step of a run.
+
+    Raises InputError if a step may have begun, but there is no checkpoint to resume the run from,
+    or another process uses the folder.
+    """
+    where = run.folder
+    if (where / folder.CHECKPOINTS / folder.STATE).is_file():
+        return
+    if not where.is_dir() or all(map(folder.is_leftover, where.iterdir())):
+        return
+    begun = run.plan.private and begun_events(where, run.plan.planned)
+    if begun or (where / folder.REPORT).exists():
+        raise InputError(
+            f"{where} has steps of this run, but no checkpoint to resume it from. Their cost is in "
+            "that of the study. To train the run again, move the folder away, and add the cost "
+            "yourself."
+        )
+    with folder.locked(where):
+        folder.clear(where)
+
+
+class Command:
+    """Job of a command ``dpmac train`` in a process on this machine. Raises InputError.
+
+    Ctrl-C in a terminal reaches it only by :meth:`stop`, so that it gets one request to stop.
+    """
+
+    def __init__(self, run: Run, device: str, threads: int) -> None:
+        clear_the_way(run)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the job)
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-P", "-m", "dpmac_cli", *arguments(run, device)],
+            stdin=subprocess.DEVNULL,
+            # A network may print to stdout, which a program may parse.
+            stdout=STANDARD_ERROR,
+            stderr=self._errors,
+            env={**os.environ, THREADS: str(threads)},
+            start_new_session=True,
+        )
+
+    def ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """Send SIGTERM, after which the run ends its step and saves."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def failure(self) -> str | None:
+        """Return why the run did not finish; None if it did."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace")
+        self._errors.close()
+        return None if code == 0 else reason(code, said)
+
+
+def reason(code: int, said: str) -> str:
+    """Return why a command failed.
+
+    Args:
+        code: exit code; negative for the number of a signal.
+        said: text on its standard error.
+    """
+    if code < 0:
+        return f"its process died (signal {-code}). If memory ran out, use fewer --jobs."
+    if code == INTERRUPTED:
+        return "its process was asked to stop. Run the same command to resume it."
+    lines = said.splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    told = lines[errors[0] :] if errors else lines[-1:]
+    return "\n".join(line.removeprefix(ERROR).removeprefix(STOPPED) for line in told) or (
+        f"its process ended with exit code {code}."
     )
 
 
-def _appears(run: Run) -> bool:
-    """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
-    deadline = time.monotonic() + GRACE
-    while finished_report(run) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(PATIENCE)
-        if run.folder.is_dir():
-            os.listdir(run.folder)  # makes a network file system refresh
-    return True
-
-
-#: Signals that ask a job to stop.
-REQUESTS = (signal.SIGINT, signal.SIGTERM)
-#: Processes are forked from one that has only imported torch.
-CONTEXT = processes.get_context("forkserver")
-
-#: Datasets by the value of --dataset.
-SharedData = Mapping[str, Data]
-
-
-def train_job(run: Run, threads: int, data: Data | None = None) -> str | None:
-    """Train a run, or resume it, until a signal arrives or the parent of its process has ended.
-
-    Return why it failed, or None. ``data`` are on the run's device; None to load them.
-    """
-    parent = multiprocessing.parent_process()
-    asked = threading.Event()
-    for number in REQUESTS:
-        signal.signal(number, lambda *_: asked.set())
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-
-    def stop() -> bool:
-        return asked.is_set() or (parent is not None and not parent.is_alive())
-
-    try:
-        for _ in _events(run, data, stop):
-            pass
-    except KeyboardInterrupt:  # asked to stop before its first step
-        pass
-    except DpmacError as problem:
-        return as_flags("\n".join(problem.errors))
-    except OSError as problem:
-        return explain_os_error(problem)
-    except Exception as problem:  # noqa: BLE001  (the other runs continue in any case)
-        return f"a bug in dpmac, {what_failed(problem)} For a traceback: dpmac train --debug."
-    return None
-
-
-def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
-    """Train a run, resuming it from its checkpoint if it has one."""
-    plan, where = run.plan, run.folder
-    try:
-        checkpoint.read(where)
-    except InputError:  # there is none
-        begun = begun_events(where, plan.planned) if plan.private else ()
-        return train(plan, stop, data, earlier=begun)
-    flags = {name: getattr(plan.settings, name) for name in ("device", "model", "seed")}
-    return resume(where, flags, stop, data)
-
-
-def share_data(runs: Sequence[Run]) -> dict[str, Data]:
-    """Load every dataset once. torch shares the memory of tensors sent to other processes."""
-    cpu = torch.device("cpu")
-    plans = {run.plan.facts.typed: run.plan for run in runs}
-    return {name: load(plan, cpu) for name, plan in plans.items()}
-
-
-class Pool:
-    """Executor that trains runs in processes on this machine, which share ``data``.
+class Commands:
+    """Executor that trains runs by commands on this machine.
 
     The default of ``jobs`` is one per GPU, or one per core, because a small step uses only one
     core.
     """
 
-    def __init__(self, runs: Sequence[Run], jobs: int | None, data: SharedData) -> None:
-        on_gpu = choose_device(runs[0].plan.settings.device).type == "cuda"
-        jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
-        self.slots, self.data = min(jobs, len(runs)), data
-        self._places = SimpleQueue[int]()
-        for place in range(self.slots):
-            self._places.put(place)
-        CONTEXT.set_forkserver_preload(["__main__", __name__])
+    def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
+        self._named = runs[0].plan.settings.device
+        gpus, cores = count_gpus(self._named), _usable_threads()
+        self.slots = min(jobs or gpus or cores, len(runs))
+        self._threads = max(1, cores // self.slots)
+        self._gpus = gpus if ":" not in self._named else 0
+        self._started = list[tuple[int, Job]]()
 
-    def train(self, run: Run, stop: threading.Event) -> str | None:
-        """Train a run in a process until it ends; once ``stop`` is set, ask it to."""
-        place, (mine, theirs) = self._places.get(), CONTEXT.Pipe()
-        named = run.plan.settings.device
-        device = choose_device(named)
-        if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
-            device = torch.device("cuda", place % torch.cuda.device_count())
-        threads = max(1, torch.get_num_threads() // self.slots)
-        # The server that processes are forked from keeps its initial environment variables.
-        data = self.data[run.plan.facts.typed]
-        arguments = (dict(os.environ), theirs, run.on(str(device)), data, threads)
-        process = CONTEXT.Process(target=_work, args=arguments)
-        process.start()
-        theirs.close()
-        while not mine.poll(PATIENCE):
-            if stop.is_set():
-                process.terminate()
-                mine.poll(None)
-        try:
-            result: str | None = mine.recv()
-        except (EOFError, OSError):
-            process.join()
-            code = process.exitcode or 0
-            raise LostJobError(f"signal {-code}" if code < 0 else f"exit code {code}") from None
-        finally:
-            self._places.put(place)
-        process.join()
-        return result
+    def start(self, run: Run) -> Job:
+        """Begin to train a run in a process, on the GPU with the fewest runs if there are several.
+
+        Raises InputError.
+        """
+        self._started = [(gpu, job) for gpu, job in self._started if not job.ended()]
+        device, busy = self._named, [gpu for gpu, _ in self._started]
+        gpu = min(range(self._gpus), key=busy.count) if self._gpus else -1
+        if gpu >= 0:
+            device = f"cuda:{gpu}"
+        job = Command(run, device, self._threads)
+        self._started.append((gpu, job))
+        return job
 
 
-def _work(
-    variables: Mapping[str, str], pipe: Connection, run: Run, data: Data, threads: int
-) -> None:
-    """Train one run and send its result: the main function of a process."""
-    os.environ.clear()
-    os.environ.update(variables)
-    # A network may print to stdout, which a program may parse.
-    with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.settings.device))))
+def count_gpus(device: str) -> int:
+    """Return the number of GPUs for a value of ``--device``; 0 without. Raises InputError.
+
+    Where there can be none, torch is not loaded, which takes seconds.
+    """
+    there = any(Path(driver).exists() for driver in DRIVERS)
+    if device == "cpu" or (device == "auto" and not there):
+        return 0
+    count: int = torch.cuda.device_count()
+    if count == 0 and device != "auto":
+        raise InputError(
+            f"{{device=}}{device}: this machine has no CUDA devices. Use {{device=}}cpu or auto."
+        )
+    return count
+
+
+def _usable_threads() -> int:
+    """Return the number of threads that all runs together may use."""
+    if (chosen := os.environ.get(THREADS, "")).isdecimal():
+        return max(1, int(chosen))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

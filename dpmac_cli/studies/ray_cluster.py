@@ -1,25 +1,32 @@
-"""Runs as tasks on a Ray cluster."""
+"""Runs as tasks on a Ray cluster, each of which is a command ``dpmac train``."""
 
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import ray
 from ray.exceptions import RayError
 
-from dpmac_cli.errors import InputError, explain_os_error
+from dpmac_cli.errors import DpmacError, InputError, as_flags, explain_os_error
 from dpmac_cli.studies.grid import Run
-from dpmac_cli.studies.local import PATIENCE, LostJobError, train_job
+from dpmac_cli.studies.local import PATIENCE, Command, Job
+from dpmac_cli.studies.results import finished_report
 
 #: Options of a cluster that dpmac starts: no dashboard, and little memory, as objects are small.
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 #: Environment variables to pass to tasks.
 PLACES = ("DPMAC_DATA_DIR", "DPMAC_CACHE_DIR")
-#: Seconds to wait for a cluster's answer.
-ANSWER = 5.0
+#: Signals that ask a task to stop.
+REQUESTS = (signal.SIGINT, signal.SIGTERM)
+#: Seconds to wait for a cluster's answer, and within which files written by another machine must
+#: become visible.
+ANSWER, GRACE = 5.0, 15.0
+#: Times that Ray starts a task again whose worker or machine is lost.
+RETRIES = 3
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def connected(address: str | None) -> Iterator[None]:
     Ray's usage statistics are off. Raises InputError if the cluster does not answer.
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in REQUESTS}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         _reach(where)
@@ -61,40 +68,84 @@ def _reach(where: str) -> None:
 class Tasks:
     """Executor that trains runs as tasks on the connected cluster.
 
-    ``jobs`` tasks run at a time; None for one per core or GPU of the cluster.
+    ``jobs`` tasks run at a time; None for one per core or GPU of the cluster. Ray starts a task
+    again if its worker or its machine is lost.
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
         there = ray.cluster_resources()
         # Other machines choose among their own GPUs.
         self._device = runs[0].plan.settings.device.partition(":")[0]
-        self._gpu = self._device == "cuda" or (self._device == "auto" and there.get("GPU", 0) >= 1)
-        kind = "GPU" if self._gpu else "CPU"
+        gpu = self._device == "cuda" or (self._device == "auto" and there.get("GPU", 0) >= 1)
+        kind = "GPU" if gpu else "CPU"
         if there.get(kind, 0) < 1:
             raise InputError(f"The Ray cluster has no {kind}. Add a machine, or use --device.")
         self.slots = jobs or int(there[kind])
+        self._task = ray.remote(_train).options(max_retries=RETRIES, num_cpus=1, num_gpus=int(gpu))
 
-    def train(self, run: Run, stop: threading.Event) -> str | None:
-        """Train a run as a task until it ends; once ``stop`` is set, ask it to."""
+    def start(self, run: Run) -> Job:
+        """Begin to train a run as a task."""
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
-        task = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=int(self._gpu))
-        job = task.remote(run.on(self._device), os.getcwd(), places)
+        return _TaskJob(run, self._task.remote(run, self._device, os.getcwd(), places))
+
+
+class _TaskJob:
+    """Job of a task."""
+
+    def __init__(self, run: Run, task: ray.ObjectRef) -> None:
+        self._run, self._task = run, task
+
+    def ended(self) -> bool:
+        """Return whether the task has ended."""
+        return bool(ray.wait([self._task], timeout=0)[0])
+
+    def stop(self) -> None:
+        """Cancel the task, which ends its step and saves, or does not begin."""
+        ray.cancel(self._task)
+
+    def failure(self) -> str | None:
+        """Return why the run did not finish; None if it did."""
         try:
-            while not ray.wait([job], timeout=PATIENCE)[0]:
-                if stop.is_set():
-                    ray.cancel(job)
-                    ray.wait([job])
-            result: str | None = ray.get(job)
+            why: str | None = ray.get(self._task)
         except RayError as failure:
-            raise LostJobError(str(failure).strip().rpartition("\n")[2]) from None
-        return result
+            lost = str(failure).strip().rpartition("\n")[2]
+            return f"its process died ({lost}). If memory ran out, use fewer --jobs."
+        if why is not None or _appears(self._run):
+            return why
+        return (
+            f"its folder {self._run.folder} is not visible here. Set --out to a folder on shared "
+            "storage."
+        )
 
 
-def _train(run: Run, folder: str, places: Mapping[str, str]) -> str | None:
-    """Train one run in the command's folder: the main function of a task."""
+def _appears(run: Run) -> bool:
+    """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
+    deadline = time.monotonic() + GRACE
+    while finished_report(run) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PATIENCE)
+        if run.folder.is_dir():
+            os.listdir(run.folder)  # makes a network file system refresh
+    return True
+
+
+def _train(run: Run, device: str, where: str, places: Mapping[str, str]) -> str | None:
+    """Train one run in the command's folder; return why it failed: the main function of a task."""
+    asked = threading.Event()
+    for number in REQUESTS:
+        signal.signal(number, lambda *_: asked.set())
     try:
-        os.chdir(folder)
+        os.chdir(where)
     except OSError as failure:
         return f"on another machine: {explain_os_error(failure)}"
     os.environ.update(places)
-    return train_job(run, 1)
+    try:
+        command = Command(run, device, threads=1)
+    except DpmacError as failure:
+        return as_flags("\n".join(failure.errors))
+    while not command.ended():
+        if asked.wait(PATIENCE):
+            command.stop()
+            break
+    return command.failure()

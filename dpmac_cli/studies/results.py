@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -19,7 +19,7 @@ from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
 from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
-from dpmac_cli.libraries import stats
+from dpmac_cli.libraries import special
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.card import web_page
 from dpmac_cli.release.plots import means
@@ -32,10 +32,19 @@ from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
-#: Probability of a false positive in a whole column.
+#: Probability of a false positive in a whole column, and of an interval that misses a difference.
 LEVEL = 0.05
 #: Fewer seeds are not tested: with two, a difference must be nine times its standard deviation.
-FEWEST = 3
+FEWEST = 5
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences, the ends of its 95% interval, and the p-value of a mean of 0."""
+
+    mean: float
+    low: float
+    high: float
+    p_value: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,8 @@ class Cell:
         failures: reasons why other runs did not finish, by seed.
         standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
             "" if so, or not tested.
+        difference: mean difference of the metric from the best mean of its column, over the seeds
+            that both have, and its 95% interval; None for the best itself, or if not tested.
     """
 
     labels: Labels
@@ -60,6 +71,7 @@ class Cell:
     seconds: float
     failures: Mapping[int, str]
     standing: str = ""
+    difference: "Difference | None" = None
 
     @property
     def name(self) -> str:
@@ -100,13 +112,13 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
     metric = METRICS[grid.plan.settings.metric]
-    standings = {
-        column: iter(standing_of([cell for cell in cells if cell.column == column], metric))
+    columns = {
+        column: iter(judged([cell for cell in cells if cell.column == column], metric))
         for column in {cell.column for cell in cells}
     }
-    judged = tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
+    ordered = tuple(next(columns[cell.column]) for cell in cells)
     events = tuple(_events(grid.runs))
-    return Comparison(grid, judged, total_epsilon(events, grid.plan.settings.delta))
+    return Comparison(grid, ordered, total_epsilon(events, grid.plan.settings.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
@@ -158,33 +170,52 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from begun_events(run.folder, run.plan.planned, whole=True)
 
 
-def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
-    """Return "best", "tied" or "" for each cell of a column.
+def judged(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
+    """Return the cells of a column with their standings, and their differences from the best mean.
 
     None is best if another one with results has too few of them for the test.
     """
     known = [cell for cell in cells if cell.tested]
     if len(known) < 2:
-        return ["" for _ in cells]
+        return list(cells)
     best = max(known, key=lambda cell: metric.better(cell.mean))
-    others = [cell for cell in known if cell is not best]
-    worse = holm([paired_p_value(best.values, cell.values) for cell in others])
-    tied = [cell for cell, rejected in zip(others, worse, strict=True) if not rejected]
-    alone = not tied and not any(cell.values and not cell.tested for cell in cells)
+    differences = {
+        cell.labels: difference
+        for cell in known
+        if cell is not best and (difference := paired(cell.values, best.values)) is not None
+    }
+    worse = holm([difference.p_value for difference in differences.values()])
+    lost = {labels for labels, rejected in zip(differences, worse, strict=True) if rejected}
+    alone = len(lost) == len(known) - 1 == sum(bool(cell.values) for cell in cells) - 1
+    standing = {cell.labels: "" if cell.labels in lost else "tied" for cell in known}
+    standing[best.labels] = "best" if alone else "tied"
     return [
-        ("best" if alone else "tied") if cell is best else "tied" if cell in tied else ""
+        replace(
+            cell,
+            standing=standing.get(cell.labels, ""),
+            difference=differences.get(cell.labels),
+        )
         for cell in cells
     ]
 
 
-def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the p-value of a paired t-test over common seeds; 1 below :data:`FEWEST`."""
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
+    """Return the mean difference of two cells over the seeds that both have, by a paired t-test.
+
+    None for fewer than :data:`FEWEST` such seeds. Metrics are ratios of counts, so all differences
+    may be equal by chance: then the test cannot tell them from 0.
+    """
     seeds = sorted(one.keys() & other.keys())
+    if len(seeds) < FEWEST:
+        return None
     differences = [one[seed] - other[seed] for seed in seeds]
-    # Metrics are ratios of counts, so all differences may be equal by chance.
-    if len(seeds) < FEWEST or stdev(differences) < LEAST_SPREAD:
-        return 1.0
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    mean, spread, free = fmean(differences), stdev(differences), len(seeds) - 1
+    if spread < LEAST_SPREAD:
+        return Difference(mean, mean, mean, 1.0)
+    error = spread / math.sqrt(len(seeds))
+    half = float(special.stdtrit(free, 1 - LEVEL / 2)) * error
+    p_value = 2 * float(special.stdtr(free, -abs(mean) / error))
+    return Difference(mean, mean - half, mean + half, p_value)
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
@@ -194,7 +225,7 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     return [p < min(kept, default=math.inf) for p in p_values]
 
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 #: Files of a study.
 COMPARE_JSON, COMPARE_MD, COMPARE_CSV = "compare.json", "compare.md", "compare.csv"
 MISSING = "–"
@@ -203,16 +234,20 @@ TEST = (
     f"seeds, {LEVEL:.0%} per column with Holm's method). Otherwise ~: not significantly worse than "
     "the best mean. With more seeds it may be."
 )
+DIFFERENCES = (
+    "Differences from the best mean of the column, over the same seeds, with the 95% interval of "
+    "each by itself:"
+)
 #: What a test of one pair needs to be significant, in standard deviations of the difference.
 SEEDS_NEEDED = (
-    "Two seeds show only a difference of 9 times its standard deviation over the seeds, three 2.5 "
-    "times, five 1.2 times, ten 0.7 times. Use --seeds 5 or more."
+    "Five seeds show only a difference of 1.2 times its standard deviation over the seeds, ten 0.7 "
+    "times. Use --seeds 5 or more."
 )
 NO_TEST = (
-    "Nothing is marked as best: with fewer than three finished runs per row, real differences "
-    f"cannot be distinguished from chance. {SEEDS_NEEDED}"
+    "Nothing is marked as best: with fewer than five finished runs per row, a difference cannot be "
+    f"told from chance. {SEEDS_NEEDED}"
 )
-PART_TEST = f"Rows with fewer than three finished runs are not tested. {SEEDS_NEEDED}"
+PART_TEST = f"Rows with fewer than five finished runs are not tested. {SEEDS_NEEDED}"
 SEEDS = (
     "Seeds are given, so epsilons hold only against attackers who do not know the seeds: train a "
     "model that you publish without one."
@@ -251,13 +286,19 @@ def _row(cell: Cell) -> dict[str, Any]:
         "values": {str(seed): finite_or_none(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
+        "difference": None if cell.difference is None else cell.difference.mean,
+        "difference_interval": None if cell.difference is None else list(cell.difference[1:3]),
         "training_seconds": finite_or_none(cell.seconds),
     }
 
 
 def as_csv(comparison: Comparison) -> str:
     """Return one line per cell."""
-    rows = [_row(cell) for cell in comparison.cells]
+    rows = list[dict[str, Any]]()
+    for cell in comparison.cells:
+        row = _row(cell)
+        low, high = row.pop("difference_interval") or (None, None)
+        rows.append({**row, "difference_low": low, "difference_high": high})
     return to_csv([name for name in rows[0] if name not in ("values", "failures")], rows)
 
 
@@ -273,16 +314,29 @@ def as_markdown(comparison: Comparison) -> str:
         cells = [by_place.get((labels, column)) for column in epsilons]
         seconds = [cell.seconds for cell in cells if cell and cell.values]
         time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append(
-            [row_name(labels).replace("|", "\\|"), *(_mean(cell, metric) for cell in cells), time]
-        )
-    head = ["", *(f"{comparison.grid.column} {column:g}" for column in epsilons), "a run takes"]
+        rows.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), time])
+    columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
+    parts = [_table(["", *columns, "a run takes"], rows), *remarks(comparison)]
+    apart = [
+        [_as_cell(labels), *(_difference(by_place.get((labels, c)), metric) for c in epsilons)]
+        for labels in dict.fromkeys(cell.labels for cell in comparison.cells if cell.difference)
+    ]
+    if apart:
+        parts += [DIFFERENCES, _table(["", *columns], apart)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an aligned table in Markdown."""
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    lines = [
+    return "\n".join(
         f"| {' | '.join(map(str.ljust, cells, widths))} |"
         for cells in (head, ["-" * width for width in widths], *rows)
-    ]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
+    )
+
+
+def _as_cell(labels: Labels) -> str:
+    return row_name(labels).replace("|", "\\|")
 
 
 def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
@@ -356,14 +410,25 @@ def study_page(out: Path) -> str:
     return web_page(title + table.decode(), {"The same as a picture": picture})
 
 
+def _shown(value: float, metric: EvaluationMetric) -> str:
+    """Return a value of a metric, of a share in percent."""
+    return f"{100 * value:.2f}" if metric.share else number(value)
+
+
+def _difference(cell: Cell | None, metric: EvaluationMetric) -> str:
+    """Return the difference of a cell from the best mean, with its interval."""
+    if cell is None or cell.difference is None:
+        return MISSING
+    mean, low, high, _ = cell.difference
+    return f"{_shown(mean, metric)} [{_shown(low, metric)}, {_shown(high, metric)}]"
+
+
 def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return mean and spread, of shares in percent; bold if best, with a tilde if tied."""
     if cell is None or math.isnan(cell.mean):
         return MISSING
-    show = "{:.2f}".format if metric.share else number
-    scale = 100 if metric.share else 1
-    spread = "" if cell.std is None else f" ± {show(scale * cell.std)}"
-    text = f"{show(scale * cell.mean)}{spread}"
+    spread = "" if cell.std is None else f" ± {_shown(cell.std, metric)}"
+    text = f"{_shown(cell.mean, metric)}{spread}"
     return {"best": f"**{text}**", "tied": f"{text} ~"}.get(cell.standing, text)
 
 

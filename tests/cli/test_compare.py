@@ -1,27 +1,32 @@
 """dpmac compare, as typed and as seen: grids on digits, disturbed or not, here and by Ray."""
 
+import contextlib
 import csv
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
+from dpmac_cli.errors import InputError
 from dpmac_cli.release.plots import COLOURS
 from dpmac_cli.runs import checkpoint
+from dpmac_cli.runs.folder import locked
 from dpmac_cli.studies.grid import Grid, Run, plan
-from dpmac_cli.studies.local import LostJobError, carry_out
+from dpmac_cli.studies.local import Job, Look, carry_out, reason
 from tests.digits_runs import report_of
 from tests.test_card import page_of, pictures
 from tests.typed import ENVIRONMENT, dpmac, process
@@ -53,18 +58,15 @@ def table(out: Path) -> list[dict[str, Any]]:
 
 
 def children(command: int) -> list[int]:
-    """Processes of a command that train a run: of the server that forks them."""
-    parents = {}
+    """Processes of a command, each of which trains a run."""
+    found = list[int]()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                line = (entry / "cmdline").read_text()
-            except OSError:
-                continue
-            if "multiprocessing.forkserver" in line:
-                parents[int(entry.name)] = int(fields[1])
-    return [pid for pid, parent in parents.items() if parents.get(parent) == command]
+                if int(fields[1]) == command and "\0train\0" in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+    return found
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -115,6 +117,20 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in rows]
 
 
+@pytest.mark.long
+def test_runs_that_were_trained_by_their_commands_are_the_study_s(tmp_path: Path) -> None:
+    """On a cluster without Ray, for example."""
+    study = (*SMALL, "--out", str(tmp_path / "my study"))
+    lines = dpmac(*study, "--commands").output.splitlines()
+    assert len(lines) == 4
+    for line in lines[:3]:
+        trained = dpmac(*shlex.split(line)[1:])
+        assert (trained.exit_code, trained.output) == (0, "")
+    assert dpmac(*study, "--commands").output.splitlines() == lines[3:]
+    assert "4 runs, 3 of them found finished" in dpmac(*study).output
+    assert dpmac(*study, "--commands").output == ""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A long comparison that nothing happened to."""
@@ -150,6 +166,24 @@ def test_after_a_signal_and_a_killed_worker_the_same_command_goes_on(
     assert "its process died (signal 9)" in " ".join(errors.split())
     completed(*LONG, *TWO, "--out", str(hurt))
     assert_went_on(hurt, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [0.0, 1.5, 4.0, 7.0])
+def test_a_killed_study_loses_no_finished_run_and_repeats_none(
+    after: float, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Its commands go on, and the next study waits for those that have begun."""
+    hurt = tmp_path / "hurt"
+    running = process(*LONG, *TWO, "--out", str(hurt))
+    wait_for(lambda: children(running.pid))
+    time.sleep(after)
+    running.kill()
+    running.communicate()
+    finished = {sums: sums.stat().st_mtime_ns for sums in hurt.glob("runs/*/SHA256SUMS")}
+    completed(*LONG, *TWO, "--out", str(hurt))
+    assert finished == {sums: sums.stat().st_mtime_ns for sums in finished}
+    assert table(hurt) == table(undisturbed)
 
 
 @pytest.mark.long
@@ -253,28 +287,62 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
 
 
 class Scripted:
-    """An executor whose jobs have these results, by the numbers of their runs."""
+    """An executor of jobs that end at once, for these reasons, by the numbers of their runs."""
 
     slots = 2
 
-    def __init__(self, runs: Sequence[Run], *results: str | Exception) -> None:
-        self.runs, self.results = runs, results
+    def __init__(self, runs: Sequence[Run], *reasons: str | InputError) -> None:
+        self.runs, self.reasons, self.started = runs, reasons, list[int]()
 
-    def train(self, run: Run, stop: threading.Event) -> str | None:
-        del stop
-        result = self.results[self.runs.index(run)]
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def start(self, run: Run) -> Job:
+        number = self.runs.index(run)
+        self.started.append(number)
+        reason = self.reasons[number]
+        if isinstance(reason, InputError):
+            raise reason
+        return mock.Mock(ended=lambda: True, failure=lambda: reason)
 
 
-def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) -> None:
+def ended(looks: Iterable[Look]) -> dict[int, str | None]:
+    """Why runs failed, by their numbers."""
+    return {number: why for look in looks for number, why in look.ended}
+
+
+def test_a_run_that_fails_or_cannot_be_started_leaves_the_others(tmp_path: Path) -> None:
     runs = grid_in(tmp_path).runs
-    dies = Scripted(runs, LostJobError("signal 9"), "failed")
-    ended = carry_out(dies, runs, [0, 1], lambda: False)
-    events = dict(ended)
-    assert events[1] == "failed"
-    assert "its process died (signal 9)" in str(events[0])
+    executor = Scripted(runs, "one", InputError("{out} two"), "three")
+    whys = ended(carry_out(executor, runs, [0, 1, 2], lambda: False))
+    assert whys == {0: "one", 1: "--out two", 2: "three"}
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
+    """Of a study that was killed, for example. If it ends without a result, it is trained here."""
+    runs = grid_in(tmp_path).runs
+    executor = Scripted(runs, "one", "two")
+    runs[0].folder.mkdir(parents=True)
+    with locked(runs[0].folder):
+        looks = carry_out(executor, runs, [0, 1], lambda: False)
+        for look in itertools.islice(looks, 5):
+            assert 0 in look.running
+        assert executor.started == [1]
+    assert ended(looks) == {0: "one"}
+
+
+def test_reasons_of_failures_are_those_that_the_command_said() -> None:
+    assert reason(-9, "") == "its process died (signal 9). If memory ran out, use fewer --jobs."
+    assert reason(2, "a warning\nerror: one\nsecond line\nerror: two\n") == "one\nsecond line\ntwo"
+    assert reason(1, "Traceback\nKeyError: 'a'\n") == "KeyError: 'a'"
+    assert reason(7, "") == "its process ended with exit code 7."
+
+
+def test_a_second_study_in_a_folder_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    out.mkdir()
+    (out / "runs").mkdir()
+    with locked(out):
+        result = dpmac(*SMALL, "--out", str(out))
+    assert result.exit_code == 2
+    assert "is in use by another dpmac process" in result.output
 
 
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
