@@ -37,7 +37,7 @@ from dpmac_cli.studies.results import (
     collect,
     finished_report,
     holm,
-    judged,
+    judge,
     paired,
     write_comparison,
 )
@@ -382,7 +382,8 @@ def test_holm() -> None:
 def standings(*cells: Cell) -> list[str]:
     """The standings of cells of a column, each of a row of its own."""
     apart = [replace(cell, labels=(("optimizer", str(n)),)) for n, cell in enumerate(cells)]
-    return [cell.standing for cell in judged(apart, METRICS["accuracy"])]
+    found, _ = judge(apart, METRICS["accuracy"])
+    return [found.get(cell.labels, "") for cell in apart]
 
 
 GOOD, BAD = (0.90, 0.91, 0.92, 0.93, 0.94), (0.80, 0.811, 0.82, 0.83, 0.84)
@@ -395,14 +396,14 @@ def test_the_best_is_best_only_where_all_others_are_worse() -> None:
 
 
 def test_a_row_stands_beside_the_best_with_its_difference() -> None:
-    rows = [shown("dp-adam", 1.0, *BAD), shown("dp-sgd", 1.0, *GOOD)]
-    bad, good = judged(rows, METRICS["accuracy"])
-    assert good.difference is None
-    assert bad.difference is not None
-    text = as_markdown(comparison(bad, good))
-    assert f"| dp-adam | {100 * bad.difference.mean:.2f} [" in text
-    row, best = as_json(comparison(bad, good))["rows"]
-    assert (row["difference"], *row["difference_interval"]) == bad.difference[:3]
+    bad, good = shown("dp-adam", 1.0, *BAD), shown("dp-sgd", 1.0, *GOOD)
+    _, differences = judge([bad, good], METRICS["accuracy"])
+    [(labels, found)] = differences.items()
+    assert labels == bad.labels
+    study = replace(comparison(bad, good), differences={(labels, 1.0): found})
+    assert f"| dp-adam | {100 * found.mean:.2f} [{100 * found.low:.2f}, " in as_markdown(study)
+    row, best = as_json(study)["rows"]
+    assert (row["difference"], *row["difference_interval"]) == found[:3]
     assert best["difference"] is best["difference_interval"] is None
 
 

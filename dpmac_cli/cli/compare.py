@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field, StrictBool
+from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID
@@ -21,6 +21,7 @@ from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import OneOf, SomePath
 from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
+from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
@@ -56,10 +57,6 @@ Cluster = Annotated[
         "machine]"
     ),
 ]
-PrintCommands = Annotated[
-    StrictBool,
-    Field(description="Print the command of each run that is not finished, and train nothing."),
-]
 StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
 
 
@@ -67,11 +64,6 @@ StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
     StudyFlags.model_fields,
     STUDIED,
     several=STUDIED.keys() - {*ONE_VALUE},
-    not_both={
-        ("dry_run", "json"): "a plan has no table",
-        ("commands", "json"): "commands are no table",
-        ("commands", "dry_run"): "",
-    },
 )
 def compare(
     *,
@@ -79,7 +71,6 @@ def compare(
     executor: ExecutorName = "local",
     cluster: Cluster = None,
     dry_run: DryRun = False,
-    commands: PrintCommands = False,
     config: Config = None,
     out: StudyFolder = Path("runs/compare"),
     json: PrintJson = False,
@@ -91,7 +82,8 @@ def compare(
     Every setting accepts several values (0.5,0.6,0.7). Values of sigma or epsilon become the
     columns of the table, combinations of other values its rows. Each run is a command dpmac train
     in a process of its own. Its folder in --out is found by its settings: finished runs are
-    reused, interrupted runs are resumed, and failed runs are tried again.
+    reused, interrupted runs are resumed, and failed runs are tried again. With --dry-run --json,
+    the commands that are left are printed, to run them elsewhere.
 
     Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
 
@@ -106,17 +98,11 @@ def compare(
         )
     with console.waiting(quiet, "settings"):
         grid = plan(given, config, out / RUNS)
-        planned = planned_runs(grid) if dry_run else None
     if not quiet:
         console.print_notes(grid.notes)
         console.print_private_notes(grid.private_notes)
-    if planned is not None:
-        console.stdout().print(planned)
-        return
-    if commands:
-        for run in (grid.runs[number] for number in _missing(grid)):
-            device = run.plan.settings.device
-            console.print_result(f"{shlex.join(['dpmac', *local.arguments(run, device)])}\n")
+    if dry_run:
+        _print_plan(grid, quiet=quiet, json=json)
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
@@ -136,6 +122,16 @@ def compare(
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
+
+
+def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
+    """Print the runs of a study and their cost; with ``json``, the commands that are left."""
+    if json:
+        console.print_result(to_json({"runs": len(grid.runs), "commands": [*_commands(grid)]}))
+        return
+    with console.waiting(quiet, "privacy costs"):
+        planned = planned_runs(grid)
+    console.stdout().print(planned)
 
 
 def _carry_out(
@@ -160,6 +156,12 @@ def _carry_out(
             if failure:
                 failures[number] = failure
         return failures, asked()
+
+
+def _commands(grid: Grid) -> Iterator[str]:
+    """Yield the command of each run that is not finished, for a shell."""
+    for run in (grid.runs[number] for number in _missing(grid)):
+        yield shlex.join(["dpmac", *local.arguments(run, run.plan.settings.device)])
 
 
 def _missing(grid: Grid) -> list[int]:

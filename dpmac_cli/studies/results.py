@@ -5,11 +5,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -38,6 +38,10 @@ LEVEL = 0.05
 FEWEST = 5
 
 
+#: Place of a cell in the table: labels of its row, and value of its column.
+Place: TypeAlias = tuple[Labels, float]
+
+
 class Difference(NamedTuple):
     """Mean of paired differences, the ends of its 95% interval, and the p-value of a mean of 0."""
 
@@ -59,8 +63,6 @@ class Cell:
         failures: reasons why other runs did not finish, by seed.
         standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
             "" if so, or not tested.
-        difference: mean difference of the metric from the best mean of its column, over the seeds
-            that both have, and its 95% interval; None for the best itself, or if not tested.
     """
 
     labels: Labels
@@ -71,7 +73,6 @@ class Cell:
     seconds: float
     failures: Mapping[int, str]
     standing: str = ""
-    difference: "Difference | None" = None
 
     @property
     def name(self) -> str:
@@ -99,12 +100,16 @@ class Cell:
 class Comparison:
     """Results of a study, row by row. :mod:`~dpmac_cli.studies.results` renders them.
 
-    ``epsilon`` covers all runs of the grid, and what they replaced; it is 0 if none is private.
+    Attributes:
+        epsilon: epsilon of all runs of the grid, and what they replaced; 0 if none is private.
+        differences: difference of a cell's metric from the best mean of its column, by the cell's
+            labels and column; without the best itself and those that are not tested.
     """
 
     grid: Grid
     cells: tuple[Cell, ...]
     epsilon: float
+    differences: Mapping[Place, Difference] = field(default_factory=dict)
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
@@ -112,13 +117,21 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
     metric = METRICS[grid.plan.settings.metric]
-    columns = {
-        column: iter(judged([cell for cell in cells if cell.column == column], metric))
+    judgements = {
+        column: judge([cell for cell in cells if cell.column == column], metric)
         for column in {cell.column for cell in cells}
     }
-    ordered = tuple(next(columns[cell.column]) for cell in cells)
+    judged = (
+        replace(cell, standing=judgements[cell.column][0].get(cell.labels, "")) for cell in cells
+    )
+    differences = {
+        (labels, column): difference
+        for column, (_, apart) in judgements.items()
+        for labels, difference in apart.items()
+    }
     events = tuple(_events(grid.runs))
-    return Comparison(grid, ordered, total_epsilon(events, grid.plan.settings.delta))
+    epsilon = total_epsilon(events, grid.plan.settings.delta)
+    return Comparison(grid, tuple(judged), epsilon, differences)
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
@@ -170,14 +183,17 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from begun_events(run.folder, run.plan.planned, whole=True)
 
 
-def judged(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
-    """Return the cells of a column with their standings, and their differences from the best mean.
+def judge(
+    cells: Sequence[Cell], metric: EvaluationMetric
+) -> tuple[dict[Labels, str], dict[Labels, Difference]]:
+    """Return standings of the cells of a column, and their differences from the best mean.
 
-    None is best if another one with results has too few of them for the test.
+    Both are by the labels of a cell, without those that are not tested, and the second without the
+    best. None is best if another one with results has too few of them for the test.
     """
     known = [cell for cell in cells if cell.tested]
     if len(known) < 2:
-        return list(cells)
+        return {}, {}
     best = max(known, key=lambda cell: metric.better(cell.mean))
     differences = {
         cell.labels: difference
@@ -186,17 +202,10 @@ def judged(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
     }
     worse = holm([difference.p_value for difference in differences.values()])
     lost = {labels for labels, rejected in zip(differences, worse, strict=True) if rejected}
-    alone = len(lost) == len(known) - 1 == sum(bool(cell.values) for cell in cells) - 1
-    standing = {cell.labels: "" if cell.labels in lost else "tied" for cell in known}
-    standing[best.labels] = "best" if alone else "tied"
-    return [
-        replace(
-            cell,
-            standing=standing.get(cell.labels, ""),
-            difference=differences.get(cell.labels),
-        )
-        for cell in cells
-    ]
+    standings = {cell.labels: "" if cell.labels in lost else "tied" for cell in known}
+    if len(lost) == sum(bool(cell.values) for cell in cells) - 1:
+        standings[best.labels] = "best"
+    return standings, differences
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
@@ -269,13 +278,19 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "metric": grid.plan.settings.metric,
         "axes": list(grid.axes),
         "column": grid.column,
-        "rows": [_row(cell) for cell in comparison.cells],
+        "rows": list(_rows(comparison)),
         "epsilon_of_the_study": finite_or_none(comparison.epsilon),
         "remarks": remarks(comparison),
     }
 
 
-def _row(cell: Cell) -> dict[str, Any]:
+def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield the cells of a comparison as JSON values."""
+    for cell in comparison.cells:
+        yield _row(cell, comparison.differences.get((cell.labels, cell.column)))
+
+
+def _row(cell: Cell, difference: Difference | None) -> dict[str, Any]:
     return {
         **dict(cell.labels),
         "sigma": cell.sigma,
@@ -286,8 +301,8 @@ def _row(cell: Cell) -> dict[str, Any]:
         "values": {str(seed): finite_or_none(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
-        "difference": None if cell.difference is None else cell.difference.mean,
-        "difference_interval": None if cell.difference is None else list(cell.difference[1:3]),
+        "difference": None if difference is None else difference.mean,
+        "difference_interval": None if difference is None else [difference.low, difference.high],
         "training_seconds": finite_or_none(cell.seconds),
     }
 
@@ -295,8 +310,7 @@ def _row(cell: Cell) -> dict[str, Any]:
 def as_csv(comparison: Comparison) -> str:
     """Return one line per cell."""
     rows = list[dict[str, Any]]()
-    for cell in comparison.cells:
-        row = _row(cell)
+    for row in _rows(comparison):
         low, high = row.pop("difference_interval") or (None, None)
         rows.append({**row, "difference_low": low, "difference_high": high})
     return to_csv([name for name in rows[0] if name not in ("values", "failures")], rows)
@@ -317,9 +331,10 @@ def as_markdown(comparison: Comparison) -> str:
         rows.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), time])
     columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
     parts = [_table(["", *columns, "a run takes"], rows), *remarks(comparison)]
+    compared = comparison.differences
     apart = [
-        [_as_cell(labels), *(_difference(by_place.get((labels, c)), metric) for c in epsilons)]
-        for labels in dict.fromkeys(cell.labels for cell in comparison.cells if cell.difference)
+        [_as_cell(labels), *(_difference(compared.get((labels, c)), metric) for c in epsilons)]
+        for labels in dict.fromkeys(labels for labels, _ in compared)
     ]
     if apart:
         parts += [DIFFERENCES, _table(["", *columns], apart)]
@@ -415,11 +430,11 @@ def _shown(value: float, metric: EvaluationMetric) -> str:
     return f"{100 * value:.2f}" if metric.share else number(value)
 
 
-def _difference(cell: Cell | None, metric: EvaluationMetric) -> str:
+def _difference(difference: Difference | None, metric: EvaluationMetric) -> str:
     """Return the difference of a cell from the best mean, with its interval."""
-    if cell is None or cell.difference is None:
+    if difference is None:
         return MISSING
-    mean, low, high, _ = cell.difference
+    mean, low, high, _ = difference
     return f"{_shown(mean, metric)} [{_shown(low, metric)}, {_shown(high, metric)}]"
 
 
