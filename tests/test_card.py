@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from dpmac_cli import ArrayData, resolve
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.release import run
-from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates
+from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates, without_front_matter
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
 from dpmac_cli.release.run import finish, train
+from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import SEED, train_digits
 from tests.helpers import load_data
 from tests.typed import dpmac
@@ -31,6 +34,11 @@ from tests.typed import dpmac
 
 def card(where: Path) -> str:
     return (where / "model-card.md").read_text(encoding="utf-8")
+
+
+def titled(text: str) -> str:
+    """The title of a card, below its front matter."""
+    return without_front_matter(text).splitlines()[0]
 
 
 def code(text: str) -> str:
@@ -171,7 +179,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
     assert text == model_card(written, load_model(finished.folder).model)
     price = report["privacy"]
     epsilon = format_epsilon(price["epsilon"])
-    assert text.startswith(f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05\n")
+    assert titled(text) == f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05"
     assert price["statement"] in text
     said = cells(text)
     assert said["network"] == "mlp-small, 4,810 parameters"
@@ -215,7 +223,8 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     finished = train_digits(seed=SEED)
     said = "There is no guarantee against anyone who knows or guesses the seed"
     text = card(finished.folder)
-    title, _, lead, *_ = text.splitlines()
+    title, _, lead, *_ = without_front_matter(text).splitlines()
+    assert "name: epsilon at delta 1e-05, only against those who do not know its seed" in text
     assert title.endswith("at delta 1e-05 only against those who do not know its seed")
     assert said in lead
     assert said in cells(text)["seeds"]
@@ -230,13 +239,15 @@ def test_a_seeded_run_resumed_into_another_folder_is_seeded() -> None:
     first = train_digits(seed=SEED, out="run")
     *_, last = run.resume(first.folder, {"steps": "5", "out": "longer"})
     assert isinstance(last, Finished)
-    assert "only against those who do not know its seed" in card(last.folder).splitlines()[0]
+    assert "only against those who do not know its seed" in titled(card(last.folder))
 
 
 @pytest.mark.promise("said")
 def test_a_baseline_says_so_in_its_first_line() -> None:
     text = card(train_digits(no_dp=True, seed=SEED).folder)
-    title, _, lead, *_ = text.splitlines()
+    assert "- no-privacy\n" in text
+    assert "epsilon" not in text.split("---\n")[1]
+    title, _, lead, *_ = without_front_matter(text).splitlines()
     assert title == "# mlp-small on digits, trained without privacy"
     assert lead.startswith("**No privacy: no noise was added.")
     assert "Everything: this is a baseline." in text.split("## Not covered")[1]
@@ -329,6 +340,76 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(
     markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
     assert len(markers) > 4  # two epochs in each of two panels, and ticks
     assert attacks.find(f".//{SVG}path") is not None
+
+
+def test_the_page_of_a_run_has_its_figures_first_then_pictures_guarantee_and_settings(
+    finished: Finished, tmp_path: Path
+) -> None:
+    text = page_of(finished.folder, tmp_path)
+    order = (
+        *("<td>test accuracy</td>", "<td>largest class</td>", "Test records by class"),
+        *("<h2>Test accuracy and epsilon</h2>", "<h2>Guarantee</h2>", "<h2>Load it"),
+        *("<h2>Privacy</h2>", "<h2>Settings</h2>"),
+    )
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "library_name" not in text
+    ticks = re.findall(r"<!-- ([^ ]+) -->", text[text.index("Test accuracy and epsilon") :])
+    assert {"0", "1", "2"} & {*ticks}
+    assert not {"0.5", "1.5"} & {*ticks}
+
+
+# The front matter
+
+
+def figures_of(report: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a report that a repository page shows."""
+    names = (metric.key for metric in METRICS.values())
+    found = {name: report["test"].get(name) for name in names}
+    privacy = report["privacy"]
+    found["epsilon"] = privacy["epsilon"] if privacy["private"] else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+RUNS: Mapping[str, dict[str, Any]] = {
+    "private": {},
+    "without privacy": {"no_dp": True},
+    "covered": {"cover_scores": True},
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_front_matter_of_a_card_has_the_figures_of_the_report(
+    kind: str, tmp_path: Path
+) -> None:
+    last = train_digits(out=tmp_path / "run", **RUNS[kind])
+    found = yaml.safe_load(card(last.folder).split("---\n")[1])
+    [index] = found["model-index"]
+    [result] = index["results"]
+    shown = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert shown == figures_of(last.report)
+    assert found["metrics"] == [name for name in shown if name != "epsilon"]
+    assert found["datasets"] == [result["dataset"]["name"]] == ["digits"]
+    assert (found["library_name"], found["pipeline_tag"]) == ("dpmac", "image-classification")
+    assert "license" not in found
+    assert ("epsilon" in shown) == (kind != "without privacy")
+
+
+def test_hugging_face_reads_the_front_matter_of_a_card(finished: Finished) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    read = hub.ModelCard.load(finished.folder / "model-card.md")
+    found = {each.metric_type: each.metric_value for each in read.data.eval_results}
+    assert found == figures_of(finished.report)
+    assert {each.dataset_name for each in read.data.eval_results} == {"digits"}
+
+
+def test_no_name_of_private_data_is_a_data_set_of_a_repository(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ward.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, low=-9, high=9)
+    settings = {"dataset": tmp_path / "ward.npz", "sigma": 6, "steps": 1, "device": "cpu"}
+    last = finish(train(resolve(**settings, out=tmp_path / "run")))
+    found = yaml.safe_load(card(last.folder).split("---\n")[1])
+    assert "datasets" not in found
+    assert found["pipeline_tag"] == "tabular-classification"
 
 
 def test_a_name_in_a_card_is_no_markup() -> None:

@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
@@ -28,13 +30,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def web_page(text: str, pictures: Mapping[str, "Figure"]) -> str:
-    """Convert Markdown to a self-contained web page, with titled pictures below."""
+def web_page(text: str, pictures: Mapping[str, "Figure"], below: str = "") -> str:
+    """Convert Markdown to a self-contained web page, with titled pictures, and text below them."""
     drawn = {escape(title): as_svg(figure) for title, figure in pictures.items()}
-    body = markdown_it.MarkdownIt("js-default").enable("table").render(text)
+    markdown = markdown_it.MarkdownIt("js-default").enable("table")
     title = escape(re.sub(r"\\(.)", r"\1", text.partition("\n")[0].removeprefix("# ")))
     template = templates().get_template("page.html.jinja")
-    return template.render(title=title, body=body, pictures=drawn)
+    return template.render(
+        title=title, body=markdown.render(text), pictures=drawn, below=markdown.render(below)
+    )
 
 
 def run_page(run: Path) -> str:
@@ -42,7 +46,7 @@ def run_page(run: Path) -> str:
 
     Raises InputError if it has no card, report or metrics.
     """
-    card, report = answered_card(run, {}), read_report(run)
+    card, report = without_front_matter(answered_card(run, {})), read_report(run)
     privacy = report.privacy
     points = _points(run)
     metric = headline_in(points[0] if points else {})
@@ -54,7 +58,23 @@ def run_page(run: Path) -> str:
     if bins := _reliability(report):
         pictures["Reliability of probabilities"] = reliability(bins)
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
-    return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
+    figures, words = _figures_first(card)
+    return web_page(figures, pictures, f"{words}\n\n## Settings\n\n```yaml\n{settings}```\n")
+
+
+#: First line of the table of figures in a card, and titles of sections that have figures alone.
+FIGURES, FIGURE_SECTIONS = "|  |  |\n", ("Reliability of probabilities", "Test records by class")
+
+
+def _figures_first(card: str) -> tuple[str, str]:
+    """Return the title and the figures of a card, and all that it says besides, as Markdown."""
+    first, *sections = re.split(r"(?m)^## ", card)
+    said, table = first.split(FIGURES, 1)
+    title, _, guarantee = said.partition("\n")
+    shown = [f"## {each}" for each in sections if each.startswith(FIGURE_SECTIONS)]
+    others = [f"## {each}" for each in sections if not each.startswith(FIGURE_SECTIONS)]
+    figures = "".join((f"{title}\n\n", FIGURES, table, *shown))
+    return figures, "".join((f"## Guarantee\n{guarantee}", *others))
 
 
 def _reliability(report: Report) -> list[Reliability]:
@@ -129,9 +149,12 @@ def _as_text(text: str) -> str:
 
 
 def model_card(report: Report, model: "nn.Module") -> str:
-    """Return the model card of a run as Markdown; layers of plain models become code."""
+    """Return the model card of a run as Markdown; layers of plain models become code.
+
+    It begins with :func:`front_matter`.
+    """
     template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
-    return template.render(
+    return front_matter(report) + template.render(
         report.values(),
         metric=metric,
         task=report.task,
@@ -150,6 +173,75 @@ def model_card(report: Report, model: "nn.Module") -> str:
         open_questions=QUESTIONS,
         samplers=SAMPLERS,
     )
+
+
+#: Kinds of records and of tasks as the tags of a repository page name them.
+PIPELINES: Mapping[tuple[str, str], str] = {
+    ("images", "classes"): "image-classification",
+    ("numbers", "classes"): "tabular-classification",
+    ("table", "classes"): "tabular-classification",
+    ("texts", "classes"): "text-classification",
+    ("numbers", "regression"): "tabular-regression",
+    ("table", "regression"): "tabular-regression",
+    ("texts", "language-model"): "text-generation",
+}
+#: What is added to the epsilon of a run with a seed.
+KNOWN_SEED = ", only against those who do not know its seed"
+#: First and last line of a card's front matter.
+FENCE = "---\n"
+
+
+def front_matter(report: Report) -> str:
+    """Return the facts of a run as YAML, which model repositories such as Hugging Face's read.
+
+    They are those of the report: its scores that are known, with epsilon. The license is left to
+    the owner of the model.
+    """
+    known = {
+        metric: value
+        for metric in report.task.metrics
+        if isinstance(value := getattr(report.test, metric.key, None), int | float)
+    }
+    measured = [
+        {"type": metric.key, "name": f"test {metric.title}", "value": value}
+        for metric, value in known.items()
+    ]
+    privacy, name = report.privacy, report.dataset.name
+    if privacy.delta is not None and privacy.epsilon is not None:
+        at = f"epsilon at delta {statements.format_epsilon(privacy.delta)}"
+        if privacy.seed_policy.given:
+            at += KNOWN_SEED
+        measured.append({"type": "epsilon", "name": at, "value": privacy.epsilon})
+    target = "classes" if report.target is None else report.target.kind
+    pipeline = PIPELINES.get((report.input.kind, target), "other")
+    facts: dict[str, Any] = {
+        "library_name": "dpmac",
+        "tags": ["differential-privacy"] if privacy.private else ["no-privacy"],
+        "metrics": [metric.key for metric in known],
+        "model-index": [
+            {
+                "name": f"{report.model.name} on {name}",
+                "results": [
+                    {
+                        "task": {"type": pipeline},
+                        "dataset": {"name": name, "type": name},
+                        "metrics": measured,
+                    }
+                ],
+            }
+        ],
+    }
+    if pipeline != "other":
+        facts["pipeline_tag"] = pipeline
+    if not report.dataset.own:  # a repository has no private data
+        facts["datasets"] = [name]
+    text = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)
+    return f"{FENCE}# license: to be chosen by the owner of the model\n{text}{FENCE}"
+
+
+def without_front_matter(card: str) -> str:
+    """Return a card without its front matter."""
+    return card.removeprefix(FENCE).partition(f"\n{FENCE}")[2] if card.startswith(FENCE) else card
 
 
 def _largest(report: Report) -> str:
