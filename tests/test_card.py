@@ -347,7 +347,8 @@ def test_the_page_of_a_run_has_its_figures_first_then_pictures_guarantee_and_set
 ) -> None:
     text = page_of(finished.folder, tmp_path)
     order = (
-        *("<td>test accuracy</td>", "<td>largest class</td>", "Test records by class"),
+        *("<td>test accuracy</td>", "<td>largest class</td>", "<td>network</td>"),
+        "Test records by class",
         *("<h2>Test accuracy and epsilon</h2>", "<h2>Guarantee</h2>", "<h2>Load it"),
         *("<h2>Privacy</h2>", "<h2>Settings</h2>"),
     )
@@ -406,7 +407,7 @@ def test_hugging_face_reads_the_front_matter_of_a_card(finished: Finished) -> No
 def test_no_name_of_private_data_is_a_data_set_of_a_repository(tmp_path: Path) -> None:
     np.savez(tmp_path / "ward.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, low=-9, high=9)
     settings = {"dataset": tmp_path / "ward.npz", "sigma": 6, "steps": 1, "device": "cpu"}
-    last = finish(train(resolve(**settings, out=tmp_path / "run")))
+    last = finish(train(resolve(settings, out=tmp_path / "run")))
     found = yaml.safe_load(card(last.folder).split("---\n")[1])
     assert "datasets" not in found
     assert found["pipeline_tag"] == "tabular-classification"

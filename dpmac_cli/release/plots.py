@@ -81,7 +81,8 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
         pairs = ((point["epoch"], point.get(name)) for point in points)
         found = [(epoch, value) for epoch, value in pairs if isinstance(value, int | float)]
         panel.plot(*zip(*found, strict=True), marker=".") if found else None
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_xlim(0, 1.02 * max((1.0, *(epoch for epoch, _ in found))))
+        panel.locator_params("x", integer=True)
         panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
     return figure
 
