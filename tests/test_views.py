@@ -57,8 +57,10 @@ def of_report(run: Path) -> set[str]:
     facts = [*leaves(report), *leaves(metrics_of(run))]
     facts += leaves(yaml.safe_load((run / "config.yaml").read_text()))
     facts += [str(run), (run / "config.yaml").read_text()]
-    # Numbers of test records by class.
-    facts += map(sum, report["test"].get("confusion") or ())
+    # Numbers of test records by class, and of those that are right.
+    counts = report["test"].get("confusion") or []
+    facts += [*map(sum, counts), *map(sum, zip(*counts, strict=True))]
+    facts.append(sum(row[place] for place, row in enumerate(counts)))
     # Shares of records by their noisy histogram, which the report has.
     facts += [value for each in cards._reliability(read_report(run)) for value in each]
     return set().union(*map(forms, facts))
