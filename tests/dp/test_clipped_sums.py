@@ -37,7 +37,8 @@ from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.dp.clipping.projections import MASKS, by_projections
+from dpmac_cli.dp.clipping.projections import MASKS
+from dpmac_cli.dp.clipping.recurrent import by_projections
 from dpmac_cli.dp.clipping.tied_products import TiedProducts
 from dpmac_cli.dp.clipping.unfold import inputs_by_position
 from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone

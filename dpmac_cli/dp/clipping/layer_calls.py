@@ -17,7 +17,8 @@ from dpmac_cli.dp.clipping.custom_layers import LinearWithPlaces, joined
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import apply
-from dpmac_cli.dp.clipping.projections import by_projections, replaced
+from dpmac_cli.dp.clipping.projections import replaced
+from dpmac_cli.dp.clipping.recurrent import by_projections
 
 #: Modules without parameters that act on each row alone.
 ROWWISE = frozenset(
@@ -127,10 +128,10 @@ def tapped(
     functional_only = {m for la in recorded if la.name in by_function for m in la.called}
     composites = {layer.composite for layer in recorded if layer.composite is not None}
     with ExitStack() as stack:
+        product = partial(_tapped_product, functional_only, tap)
         if functional_only:
-            product = partial(_tapped_product, functional_only, tap)
             stack.enter_context(replaced(functional, "linear", product))
-        stack.enter_context(by_projections(composites))
+        stack.enter_context(by_projections(composites, product))
         for module in modules.keys() - functional_only:
             # Before the hooks of the program, which may change the output.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
@@ -144,8 +145,14 @@ def _tapped_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``F.linear``; tap products of layers that are not called themselves."""
-    out, used = linear(x, weight, bias), (la for la in layers if la.weight is weight)
+    """Compute ``F.linear``; tap products of layers that are not called themselves.
+
+    ``known`` is the product, if it was computed before, without a gradient.
+    """
+    used = (layer for layer in layers if layer.weight is weight)
     layer = next(used, None) if torch.is_grad_enabled() else None
-    return out if layer is None else tap(layer, x, out)
+    if layer is None:
+        return linear(x, weight, bias)
+    return tap(layer, x, linear(x, weight, bias) if known is None else known)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.projections import masks_kept, replaced
+from dpmac_cli.dp.clipping.recurrent import FUNCTIONS
 from dpmac_cli.dp.torch_errors import what_failed
 
 _NO_RULE = (
@@ -88,8 +89,14 @@ def supported() -> Iterator[None]:
         yield
 
 
-def _reject_own_rule(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(OWN_RULE)
+#: Calls the rule for vmap of a function of autograd.
+_call_rule: Callable[..., Any] = autograd_function.custom_function_call_vmap_helper
+
+
+def _reject_own_rule(interpreter: Any, rule: Any, function: Any, *args: Any, **named: Any) -> Any:
+    if function not in FUNCTIONS:
+        raise RuntimeError(OWN_RULE)
+    return _call_rule(interpreter, rule, function, *args, **named)
 
 
 class Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
