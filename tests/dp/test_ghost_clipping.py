@@ -90,7 +90,8 @@ LAYERS: Mapping[str, Kind] = {
 
 def use_of(module: nn.Module, inputs: Tensor, grad_output: Tensor, views: int = 1) -> Use:
     """A use of a module, of adjacent views of each sample."""
-    return Use.of(module, *(torch.unflatten(t, 0, (-1, views)) for t in (inputs, grad_output)))
+    by_sample = [torch.unflatten(t, 0, (-1, views)) for t in (inputs, grad_output)]
+    return Use.of(module, by_sample[0], by_sample[1])
 
 
 def random_uses(

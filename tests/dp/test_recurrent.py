@@ -57,6 +57,7 @@ def assert_as_torch(layer: Any, x: Tensor, first: tuple[Tensor, ...]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_states_and_gradients_are_those_of_torch(

@@ -71,9 +71,10 @@ class UseSizes(NamedTuple):
 
 def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
-    module: Any = layer.module
+    module: Any = uses[0].module
     convolution = type(module) in CONVOLUTIONS and module.groups == 1
-    if "weight" not in layer.parameters or not (convolution or type(module) is nn.Linear):
+    outer = convolution or type(module) is nn.Linear
+    if "weight" not in layer.parameters or not outer or any(use.computed for use in uses):
         return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
@@ -139,14 +140,14 @@ class PositionProducts:
 
     def _grad_outputs(self, uses: Sequence[Use]) -> Tensor:
         """Return output gradients by position, (samples, T, O)."""
-        module = self.layer.module
+        module = self.uses[0].module
         return join_positions(
             [unfold.gradients_by_position(module, u.grad_output, u.rows) for u in uses]
         )
 
     def _inputs(self, uses: Sequence[Use]) -> Tensor:
         """Return inputs by position, (samples, T, K)."""
-        module = self.layer.module
+        module = self.uses[0].module
         return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
     def _reach(self, metric: LayerMetric, grad_output: Tensor, a: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class PositionProducts:
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module, grad_output = self.layer.module, self._grad_outputs(uses).double()
+        module, grad_output = self.uses[0].module, self._grad_outputs(uses).double()
         if _single(uses) and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
@@ -214,7 +215,7 @@ class PositionProducts:
 
         d are gradients of the loss w.r.t. the outputs, and a the inputs.
         """
-        module: Any = self.layer.module
+        module: Any = use.module
         c = c.repeat_interleave(use.rows)
         finite = None if finite is None else finite.repeat_interleave(use.rows)
         a, grad_output = kept(use.inputs, finite), kept(use.grad_output, finite)

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, linear
 from torch.nn.modules import module as of_modules
 
 from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.computed_weights import Computed, computes_weights, weights_noted
 from dpmac_cli.dp.clipping.custom_layers import LinearWithPlaces, joined
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
@@ -27,8 +28,11 @@ ROWWISE = frozenset(
         *(nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU),
     }
 )
-#: Inputs and output gradients of the calls of modules.
-Calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]]
+#: Inputs and output gradients of the calls of modules, and weights that they compute.
+Calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor, Computed | None]]]
+#: Returns the output of a call, given the module, or the weights that it computed, its input and
+#: its output.
+Tap = Callable[[nn.Module | Computed, Tensor, Tensor], Tensor]
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
@@ -74,19 +78,26 @@ def known_layers(layers: Sequence[Layer]) -> set[str]:
     return {
         layer.name
         for layer in layers
-        if layer.called
-        and all(type(module) in RULES or layer.swapped for module in layer.called)
-        and layer.parameters.keys() <= KNOWN
+        if layer.called and (_has_rule(layer) or all(map(computes_weights, layer.called)))
     }
 
 
+def _has_rule(layer: Layer) -> bool:
+    ruled = all(type(module) in RULES or layer.swapped for module in layer.called)
+    return ruled and layer.parameters.keys() <= KNOWN
+
+
 def calls_by_module(
-    modules: Sequence[nn.Module], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+    called: Sequence[nn.Module | Computed],
+    inputs: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor],
 ) -> Calls:
     """Return the inputs and output gradients of calls by module."""
     calls = Calls(list)
-    for module, *found in zip(modules, inputs, grad_outputs, strict=True):
-        calls[module].append((found[0], found[1]))
+    for of, given, grad_output in zip(called, inputs, grad_outputs, strict=True):
+        computed = of if isinstance(of, Computed) else None
+        module = of.module if isinstance(of, Computed) else of
+        calls[module].append((given, grad_output, computed))
     return calls
 
 
@@ -94,8 +105,14 @@ def uses_of(layer: Layer, calls: Calls) -> list[Use]:
     """Return the uses of a recorded layer."""
     if layer.swapped:
         [module] = layer.called
-        return [Use.of(layer.module, grad_output, a) for a, grad_output in calls.get(module, [])]
-    return [Use.of(m, a, grad_output) for m in layer.called for a, grad_output in calls.get(m, [])]
+        return [Use.of(layer.module, grad_output, a) for a, grad_output, _ in calls.get(module, [])]
+    return [_use_of(module, *call) for module in layer.called for call in calls.get(module, [])]
+
+
+def _use_of(module: nn.Module, a: Tensor, grad_output: Tensor, computed: Computed | None) -> Use:
+    if computed is None:
+        return Use.of(module, a, grad_output)
+    return Use.of(computed.plain, a, grad_output, None if computed.nothing else computed)
 
 
 def gradients_of_sample(
@@ -112,7 +129,7 @@ def gradients_of_sample(
 def tapped(
     recorded: Sequence[Layer],
     by_function: Collection[str],
-    tap: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    tap: Tap,
 ) -> Iterator[None]:
     """Call ``tap`` with the module, input and output of each call of recorded layers.
 
@@ -132,7 +149,9 @@ def tapped(
         if functional_only:
             stack.enter_context(replaced(functional, "linear", product))
         stack.enter_context(by_projections(composites, product))
-        for module in modules.keys() - functional_only:
+        computing = set(filter(computes_weights, modules))
+        stack.enter_context(weights_noted(computing, tap))
+        for module in modules.keys() - functional_only - computing:
             # Before the hooks of the program, which may change the output.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
@@ -141,7 +160,7 @@ def tapped(
 
 def _tapped_product(
     layers: Iterable[Any],
-    tap: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    tap: Tap,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,

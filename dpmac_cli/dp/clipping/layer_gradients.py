@@ -199,14 +199,14 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
         uses[:, layer.skipped] = 0  # also where a record makes the network read it otherwise
         whole = [uses]
         return Instantiated(lambda: [whole])
-    if all(type(use.module) is nn.Linear for use in uses):
+    if all(type(use.module) is nn.Linear and use.computed is None for use in uses):
         uses = [_one_after_another(uses)]
     grad_output = uses[0].grad_output
     samples, size = uses[0].samples, layer.stop - layer.start
     small = samples * size <= _piece(grad_output)
     found = sizes(layer, uses) if len({type(use.module) for use in uses}) == 1 else None
     if found is not None:
-        if found.positions == 1 and type(layer.module) is nn.Linear:
+        if found.positions == 1 and type(uses[0].module) is nn.Linear:
             return OuterProducts(grad_output, uses[0].inputs, "bias" in layer.parameters)
         held = samples * size <= HELD
         by_channel = held and _patches_pay(uses, found)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
+from dpmac_cli.dp.clipping.computed_weights import Computed
 from dpmac_cli.dp.clipping.custom_layers import (
     ConstantNorm,
     Lookups,
@@ -67,15 +68,19 @@ class Use:
         inputs: its input, shape (samples * rows, ...).
         grad_output: gradients of the loss w.r.t. its output, shape (samples * rows, ...).
         rows: number of adjacent rows per sample, whose gradients are summed.
+        computed: weights of the call, if the layer computes them; ``module`` is then a plain layer.
     """
 
     module: nn.Module
     inputs: Tensor
     grad_output: Tensor
     rows: int = 1
+    computed: Computed | None = None
 
     @staticmethod
-    def of(module: Any, inputs: Tensor, grad_output: Tensor) -> "Use":
+    def of(
+        module: Any, inputs: Tensor, grad_output: Tensor, computed: Computed | None = None
+    ) -> "Use":
         """Return the use of a module, given one call per sample: tensors (samples, ...) each."""
         samples = len(grad_output)
         if isinstance(module, nn.Linear):
@@ -92,7 +97,7 @@ class Use:
             )
             by_row = inputs.flatten(0, -1 - dims), grad_output.flatten(0, -1 - dims)
         a, g = by_row
-        return Use(module, a.contiguous(), g.contiguous(), len(g) // samples)
+        return Use(module, a.contiguous(), g.contiguous(), len(g) // samples, computed)
 
     @property
     def samples(self) -> int:
@@ -102,11 +107,11 @@ class Use:
     def part(self, samples: slice) -> "Use":
         """Return a slice of the samples, ``slice(begin, end)``."""
         rows = slice(samples.start * self.rows, samples.stop * self.rows)
-        return Use(self.module, self.inputs[rows], self.grad_output[rows], self.rows)
+        return replace(self, inputs=self.inputs[rows], grad_output=self.grad_output[rows])
 
     def double(self) -> "Use":
         """Return the use in float64."""
-        return Use(self.module, self.inputs.double(), self.grad_output.double(), self.rows)
+        return replace(self, inputs=self.inputs.double(), grad_output=self.grad_output.double())
 
 
 def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
@@ -142,15 +147,20 @@ def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParam
     """Write the gradients of one use to ``out``."""
     gradients = RULES[type(use.module)](use.module, use)
     if through is not None:
-        weight = gradients["weight"]
-        by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
-        gradients = {**gradients, **through(by_kernel)}
+        gradients = {**gradients, **through(_written_out(gradients["weight"]))}
+    if use.computed is not None:
+        by_weight = {name: _written_out(part) for name, part in gradients.items()}
+        gradients = use.computed.gradients(by_weight)
     for name, to in zip(layer.parameters, out, strict=True):
         found = gradients[name]
         if isinstance(found, OuterProducts):
             found.weights(to.view(len(to), found.grad_output.shape[2], -1))
         else:
             to.copy_(found.reshape(len(to), -1))
+
+
+def _written_out(part: Tensor | OuterProducts) -> Tensor:
+    return part if isinstance(part, Tensor) else part.weights()
 
 
 @rule(nn.Linear)

@@ -26,6 +26,7 @@ from dpmac_cli.dp.clipping.batches import (
     map_rows,
     samples_in,
 )
+from dpmac_cli.dp.clipping.computed_weights import Computed, computes_weights
 from dpmac_cli.dp.clipping.layer_calls import (
     calls_by_module,
     calls_of,
@@ -263,13 +264,23 @@ class PerSample:
         trained: dict[str, Tensor] = {n: parameters[n] for names in loose for n in names}
         like = _first(layers)
         taps = [like.new_zeros(shape) for names, shape in self._shapes if names & self._recorded]
-        left, called, read = list[Tensor](), list[nn.Module](), list[Tensor]()
+        left, called, read = list[Tensor](), list[nn.Module | Computed](), list[Tensor]()
+        # Weights that layers compute have a graph to these parameters, and nothing else has one.
+        computing = {
+            name: parameters[name].detach().requires_grad_()
+            for la, names in zip(layers, self._names, strict=True)
+            if self._records(la) and computes_weights(la.module)
+            for name in names
+        }
         kept = None if self._results is None else list[Tensor]()
 
-        def tap(module: nn.Module, given: Tensor, out: Tensor) -> Tensor:
+        others = {name: p.detach() for name, p in parameters.items()} | computing
+        others = others if computing else {}
+
+        def tap(of: nn.Module | Computed, given: Tensor, out: Tensor) -> Tensor:
             if not left or out.shape != left[0].shape:
                 raise ModelError(OTHER_CALLS)
-            called.append(module)
+            called.append(of)
             read.append(given)
             return out.add_(left.pop(0))
 
@@ -282,7 +293,7 @@ class PerSample:
             called.clear()
             read.clear()
             left[:] = taps
-            network = partial(called_with, model, trained) if trained else model
+            network = partial(called_with, model, others | trained) if others | trained else model
             with nullcontext() if kept is None else KeptResults(kept):
                 loss, weight = self._alone.loss(network, x, y)
             if left:
@@ -294,7 +305,8 @@ class PerSample:
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
         products = self._products if self.by_rows else nullcontext()
-        with torch.no_grad(), supported(), taps_on, DrawnAgain(), products:
+        graph = torch.enable_grad() if computing else nullcontext()
+        with torch.no_grad(), graph, supported(), taps_on, DrawnAgain(), products:
             (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, x, y)
         if self._results is not None:
             self._results += [*inputs, *results]
@@ -458,7 +470,8 @@ class PerSample:
         self._shapes, called = [], set[nn.Module]()
         x_0, y_0 = (map_rows(partial(row_of, 0), batch) for batch in (x, y))
 
-        def note(module: nn.Module, _: Tensor, out: Tensor) -> Tensor:
+        def note(of: nn.Module | Computed, _: Tensor, out: Tensor) -> Tensor:
+            module = of.module if isinstance(of, Computed) else of
             called.add(module)
             names = frozenset(layer.name for layer in layers if module in layer.called)
             self._shapes.append((names, tuple(out.shape)))
