@@ -312,6 +312,16 @@ def test_statement_says_what_was_promised_and_what_was_not() -> None:
         assert statement(math.inf, DELTA, events).startswith("No privacy")
 
 
+def test_a_delta_below_what_a_run_leaves_out_has_no_guarantee() -> None:
+    """As where a run is resumed at a far smaller delta."""
+    event = TrainingEvent(DIGITS_RATE, 1.5, 12, overflow=1e-18)
+    assert math.isinf(total_epsilon((event,), 1e-20))
+    text = statement(math.inf, 1e-20, (event,))
+    assert text.startswith("No guarantee at delta 1e-20")
+    assert "e^" not in text
+    assert "12 Poisson-sampled steps" in text
+
+
 Floats = NDArray[np.float64]
 
 WIDTH = 1e-3

@@ -14,6 +14,10 @@ BY_RDP = (
 RECORD, COVERED_RECORD = "training record", "training or test record"
 UNIT, COVERED_UNIT = "unit with all of its training records", "unit with all of its records"
 NO_PRIVACY = "No privacy: no noise was added."
+NO_BOUND = (
+    "No guarantee at delta {}: epsilon is infinite there, because events that it leaves out, such "
+    "as steps with too many records, are more likely than that. There is one at a larger delta."
+)
 SEED_GIVEN = (
     "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
     "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
@@ -58,7 +62,7 @@ def statement(
     """Return the meaning of a guarantee, and its limits; ``seeded`` if any part used a seed."""
     if not all(event.noisy for event in events):
         return NO_PRIVACY
-    promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
+    promise = _promise(epsilon, delta, unit)
     done = " and ".join(_done(each, short(unit)) for each in merged(events, "steps")) or "no step"
     tested = "Test records are not protected"
     if unit in (COVERED_RECORD, COVERED_UNIT):
@@ -78,7 +82,7 @@ def search_statement(epsilon: float, delta: float, search: Search, unit: str = R
     """Return the meaning of the guarantee of a search: of everything that is learnt from it."""
     if search.noiseless:
         return NO_PRIVACY
-    promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
+    promise = _promise(epsilon, delta, unit)
     trials, one = search.trials, format_epsilon(search.trial_epsilon(delta))
     return (
         f"{promise} This is for a whole search: the best of a secret random number of trials (mean "
@@ -101,6 +105,13 @@ def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
         f"and its report may show by a factor of at most e^{epsilon}, except with probability "
         f"{delta}: ({epsilon}, {delta})-differential privacy under {ADJACENCY} adjacency."
     )
+
+
+def _promise(epsilon: float, delta: float, unit: str) -> str:
+    """Return the meaning of a guarantee, or that there is none at this delta."""
+    if math.isinf(epsilon):
+        return NO_BOUND.format(format_epsilon(delta))
+    return meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
 
 
 def _done(event: TrainingEvent, unit: str) -> str:
