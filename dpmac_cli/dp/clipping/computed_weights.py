@@ -6,7 +6,7 @@ and J its Jacobian, which is public, the gradient of a sample is J^T g: g is the
 computed weight, by the rule of the plain layer. Weights that depend on a record have no such form.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +31,16 @@ def computes_weights(module: nn.Module) -> bool:
     kinds = tuple(PLAIN.values())
     own = isinstance(module, kinds) and type(module) not in kinds
     return own and "forward" not in vars(module) and not list(module.children())
+
+
+def with_graph(model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return a network's parameters, of which those that weights are computed from have a graph.
+
+    It is {} if none of the modules computes weights.
+    """
+    computing = {id(p) for m in modules if computes_weights(m) for p in m.parameters()}
+    named = model.named_parameters() if computing else ()
+    return {name: p.detach().requires_grad_(id(p) in computing) for name, p in named}
 
 
 @dataclass(frozen=True)

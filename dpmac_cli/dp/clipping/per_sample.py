@@ -26,7 +26,7 @@ from dpmac_cli.dp.clipping.batches import (
     map_rows,
     samples_in,
 )
-from dpmac_cli.dp.clipping.computed_weights import Computed, computes_weights
+from dpmac_cli.dp.clipping.computed_weights import Computed, with_graph
 from dpmac_cli.dp.clipping.layer_calls import (
     calls_by_module,
     calls_of,
@@ -265,17 +265,8 @@ class PerSample:
         like = _first(layers)
         taps = [like.new_zeros(shape) for names, shape in self._shapes if names & self._recorded]
         left, called, read = list[Tensor](), list[nn.Module | Computed](), list[Tensor]()
-        # Weights that layers compute have a graph to these parameters, and nothing else has one.
-        computing = {
-            name: parameters[name].detach().requires_grad_()
-            for la, names in zip(layers, self._names, strict=True)
-            if self._records(la) and computes_weights(la.module)
-            for name in names
-        }
+        others = with_graph(model, [layer.module for layer in self._recorded_of(layers)])
         kept = None if self._results is None else list[Tensor]()
-
-        others = {name: p.detach() for name, p in parameters.items()} | computing
-        others = others if computing else {}
 
         def tap(of: nn.Module | Computed, given: Tensor, out: Tensor) -> Tensor:
             if not left or out.shape != left[0].shape:
@@ -305,8 +296,8 @@ class PerSample:
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(self._recorded_of(layers), self._by_function, tap)
         products = self._products if self.by_rows else nullcontext()
-        graph = torch.enable_grad() if computing else nullcontext()
-        with torch.no_grad(), graph, supported(), taps_on, DrawnAgain(), products:
+        graph = torch.enable_grad() if others else torch.no_grad()
+        with graph, supported(), taps_on, DrawnAgain(), products:
             (grad_outputs, g), (losses, weights, inputs, results) = mapped(taps, trained, x, y)
         if self._results is not None:
             self._results += [*inputs, *results]
