@@ -34,6 +34,7 @@ VALUES: Mapping[str, Any] = {
     "dataset": "digits",
     "model": "mlp-small",
     "calibration": "none",
+    "scale": "declared",
     "threshold": "0.3",
     "fix_norm": True,
     "isolate": True,

@@ -234,15 +234,15 @@ class Column(Written):
         """Return whether it is a number or a date in a declared range."""
         return self.range is not None
 
-    def within(self, low: float, high: float) -> tuple[float, float]:
-        """Return a part of its declared range, given its inputs there, which are from -1 to 1.
+    def told(self, low: float, high: float) -> tuple[float, float]:
+        """Return numbers from low to high as a schema declares them; dates in days.
 
-        Inputs of a date fall with the date.
+        In a declared range, the number of a date is that of the years until its last day.
         """
-        (first, last), (start, end) = self.ends, ((low + 1) / 2, (high + 1) / 2)
-        if self.type == "date":
-            return last - end * (last - first), last - start * (last - first)
-        return first + start * (last - first), first + end * (last - first)
+        if self.type == "date" and self.ranged:
+            last = self.ends[1]
+            return last - high * YEAR, last - low * YEAR
+        return low, high
 
     @property
     def hashed(self) -> bool:
@@ -294,6 +294,8 @@ def days_of(end: float | date) -> float:
 
 
 EPOCH = date(1970, 1, 1).toordinal()
+#: Days of a year.
+YEAR = 365.25
 
 
 def _check_format(written: str) -> None:

@@ -24,7 +24,7 @@ TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
 #: Characters that each sign between groups of three digits stands for.
 GROUPING = {" ": r"[ \x{00a0}\x{2009}\x{202f}]", "'": r"['\x{2019}]", ".": r"\.", ",": ","}
 ISO = re.compile(rf"{ISO_DATE.pattern}(?:[T ]\d\d:\d\d\S*)?")
-DAY, YEAR = 86_400, 365.25
+DAY = 86_400
 #: Between the name of a column and a value, of which the hash is taken.
 BETWEEN = "\x1f"
 

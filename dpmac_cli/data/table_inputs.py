@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import NAMED, LeftOut, refuse, some_of
 from dpmac_cli.config.records import PLACES, Numbers, Table
 from dpmac_cli.config.tokens import TextReader
-from dpmac_cli.data.column_schema import Column, Label
+from dpmac_cli.data.column_schema import YEAR, Column, Label
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.table_cells import (
-    YEAR,
     BoolArray,
     CellNumbers,
     decoded_cells,

@@ -44,6 +44,9 @@ class TableInputs(nn.Module):
         #: The input that says where each of them is missing; one past the last where none does.
         self._missing = [n + 1 if n + 1 in flags else records.size for n in self._counted]
         columns = len(self._counted)
+        for name, constants in zip(("factor", "summand"), records.scaling, strict=True):
+            of_counted = torch.tensor([constants[n] for n in self._counted])
+            self.register_buffer(name, of_counted, persistent=False)
         for name, values in (
             ("low", torch.full((columns,), -1.0)),
             ("high", torch.ones(columns)),
@@ -63,7 +66,7 @@ class TableInputs(nn.Module):
 
         ``x`` are rows, shape (rows, inputs), as a network gets them.
         """
-        return x[:, self._counted].double().masked_fill(self._is_missing(x), torch.nan)
+        return self._unscaled(x).double().masked_fill(self._is_missing(x), torch.nan)
 
     def adopt(self, distributions: Sequence[Distribution]) -> None:
         """Take the ranges and ranks of the columns that :meth:`values` returns."""
@@ -91,6 +94,10 @@ class TableInputs(nn.Module):
         """Return the inputs of kinds that have one for each column."""
         return [part.start for kind, part in self._parts if kind in wanted]
 
+    def _unscaled(self, x: Tensor) -> Tensor:
+        """Return numbers that are counted as a table has them, shape (rows, columns)."""
+        return (x[:, self._counted] - self.get_buffer("summand")) / self.get_buffer("factor")
+
     def _is_missing(self, x: Tensor) -> Tensor:
         """Return where a number that is counted is missing, shape (rows, columns)."""
         never = x.new_zeros(len(x), 1)
@@ -105,7 +112,7 @@ class TableInputs(nn.Module):
         """Return numbers that are counted and their ranks, with hats; 0 if missing."""
         if not self.counted:
             return []
-        numbers = x[:, self._counted]
+        numbers = self._unscaled(x)
         low, high = self.get_buffer("low"), self.get_buffer("high")
         inside = ((numbers - low) / (high - low)).clamp(0, 1)
         ranks = self._ranks(numbers)

@@ -133,7 +133,7 @@ def _ranges(counted: Mapping[str, Tensor], run: DescribedRun) -> report.Ranges |
     schema, found = run.plan.facts.schema, dict[str, tuple[float, float]]()
     columns = {} if schema is None else {column.name: column for column in schema.columns}
     for name, *ends in zip(run.counted_columns, low, high, strict=True):
-        found[name] = columns[name].within(*ends) if columns[name].ranged else (ends[0], ends[1])
+        found[name] = columns[name].told(*ends)
     return report.Ranges(found=found, statement=text("ranges", run))
 
 

@@ -65,6 +65,8 @@ class Lookups(nn.Embedding):
 class LinearWithPlaces(nn.Module):
     """A linear layer whose last inputs are numbers of places, instead of zeros and a one for each.
 
+    Where all inputs are places, there is one more, which is 0: no layer is without inputs.
+
     Args:
         inputs: number of inputs, with places.
         columns: number of places, which are the last inputs.
@@ -75,12 +77,15 @@ class LinearWithPlaces(nn.Module):
     def __init__(self, inputs: int, columns: int, places: int, outputs: int) -> None:
         super().__init__()
         self.columns = columns
-        self.numbers = nn.Linear(inputs - columns, outputs)
+        self.numbers = nn.Linear(max(1, inputs - columns), outputs)
         self.lookups = Lookups(columns, places, outputs)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of both parts of x, shape (samples, inputs): numbers, and rows."""
-        return x[:, : -self.columns], self.lookups.rows(x[:, -self.columns :])
+        numbers, places = x[:, : -self.columns], x[:, -self.columns :]
+        if not numbers.shape[1]:
+            numbers = torch.zeros_like(x[:, :1])
+        return numbers, self.lookups.rows(places)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs of x, shape (samples, inputs)."""
