@@ -420,3 +420,16 @@ def test_moments_of_a_number_to_predict_are_found() -> None:
         target_moments(np.full(50, 3.0), 2, 4, histogram_event(0.01), normals(3), lambda _: None)[1]
         > 0
     )
+
+
+def test_noise_does_not_make_the_spread_of_a_number_far_too_small() -> None:
+    """Numbers that fill an eighth of their range, and noise of half of the square of that."""
+    generator = np.random.default_rng(1)
+    values = generator.normal(0.2, 0.12, 1200)
+    event = histogram_event(6.2)
+    spreads = [
+        target_moments(values, -1.0, 1.0, event, normals(seed), lambda _: None)[1]
+        for seed in range(200)
+    ]
+    assert min(spreads) > 0.06
+    assert np.median(spreads) < 0.25

@@ -58,8 +58,9 @@ NARROWEST, NARROWEST_RANGE = 1e-6, 1e-3
 #: Deviation of the noise that exact counts are treated as if they had, and number of units that is
 #: as good as none.
 EXACT = 1e-3
-#: Least spread of a number to predict, as a part of half of its range.
-LEAST_SPREAD = 0.03
+#: Least spread of a number to predict, as a part of half of its range, and standard deviations of
+#: the noise that are added to its square.
+LEAST_SPREAD, ABOVE = 0.03, 3.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def target_moments(
         units: number of units, which is public; by default that of records.
 
     Returns:
-        Mean, within the range, and standard deviation, at least 3% of half of its width.
+        Mean, within the range, and standard deviation, at least 3% of half of its width. Its square
+        is three standard deviations of the noise too large.
 
     Raises:
         ValueError: the event is not that of a histogram.
@@ -182,10 +184,13 @@ def target_moments(
     sums = torch.from_numpy(_moment_sums(values, low, high, owners))
     # The grid divides the sums, so rounding to it adds nothing to the sensitivity.
     counted = max(len(values) if units is None else units, 1)
-    mechanism = SecureMechanism(event.noise_multiplier * math.sqrt(2), counted)
+    multiplier = event.noise_multiplier * math.sqrt(2)
+    mechanism = SecureMechanism(multiplier, counted)
     first, second = mechanism.release(sums, ball(1.0, sums), noise).value.tolist()
     mean = min(max(first, -1.0), 1.0)
-    spread = min(max(math.sqrt(max(second - mean**2, 0.0)), LEAST_SPREAD), 1.0)
+    # Noise must not make it far too small: what is far from the mean is clipped.
+    above = ABOVE * multiplier / counted
+    spread = min(max(math.sqrt(max(second - mean**2 + above, 0.0)), LEAST_SPREAD), 1.0)
     half = (high - low) / 2
     return low + (mean + 1) * half, spread * half
 
