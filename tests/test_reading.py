@@ -341,6 +341,29 @@ def test_records_that_share_some_memory_are_rows_of_their_own(name: str) -> None
     assert equal(batch, [rows.float()[:, None].expand(-1, 4), rows])
 
 
+class Ring(Dataset[Any]):
+    """Fills lists in turn, more of them than are read before the first step."""
+
+    def __init__(self, lists: int) -> None:
+        self.lists, self.turn = [[0, 0] for _ in range(lists)], 0
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        self.turn += 1
+        record = self.lists[self.turn % len(self.lists)]
+        record[:] = index, index % 2
+        return record
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("lists", [1, 16, 40])
+def test_lists_of_whole_numbers_that_are_filled_again_are_rows_of_their_own(lists: int) -> None:
+    batch: Any = reader_of(Ring(lists))[1, np.arange(200)]
+    assert batch[0].tolist() == [*range(200)]
+
+
 @pytest.mark.promise("alone")
 def test_a_record_that_is_written_to_later_is_its_own_row() -> None:
     """Also if it is the only one of its batch in that memory."""

@@ -40,6 +40,7 @@ class TableInputs(nn.Module):
         self._parts = list(records.parts)
         self._numbers = self._firsts("number")
         self._counted = self._firsts(*COUNTED)
+        self._ends = [*zip(records.low, records.high, strict=True)]
         flags = {part.start for kind, part in self._parts if kind == "flag"}
         #: The input that says where each of them is missing; one past the last where none does.
         self._missing = [n + 1 if n + 1 in flags else records.size for n in self._counted]
@@ -70,12 +71,14 @@ class TableInputs(nn.Module):
 
     def adopt(self, distributions: Sequence[Distribution]) -> None:
         """Take the ranges and ranks of the columns that :meth:`values` returns."""
-        for column, found in enumerate(distributions):
+        inside = [self._ends[first] for first in self._counted]
+        for column, (found, (least, most)) in enumerate(zip(distributions, inside, strict=True)):
             for name, values in (("edges", found.edges), ("shares", found.shares)):
                 padded = np.pad(np.array(values[:EDGES]), (0, max(0, EDGES - len(values))), "edge")
                 self.get_buffer(name)[column] = torch.from_numpy(padded)
-            self.get_buffer("low")[column] = found.low
-            self.get_buffer("high")[column] = found.high
+            low, high = max(found.low, least), min(found.high, most)
+            ends = (low, high) if low < high else (least, most)  # noise may find nothing
+            self.get_buffer("low")[column], self.get_buffer("high")[column] = ends
 
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs, shape (rows, inputs of the network): numbers first, then places."""

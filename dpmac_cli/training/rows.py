@@ -167,13 +167,15 @@ class Form:
         """Return records that were read one after the other as a batch, by one copy for each part.
 
         Returns None if one has other parts, classes or types than the first one, or if two are in
-        the same memory: :meth:`batch_of` must then read them again.
+        the same memory or one object: :meth:`batch_of` must then read them again.
         """
         if not self.stacks or not records:
             return None
         parted, parts = self._parted, len(self.kinds)
         if parted is None:
             columns: Sequence[Sequence[Any]] = [records]
+        elif len(set(map(id, records))) < len(records):  # a list that is filled again
+            return None
         elif set(map(type, records)) == {parted} and set(map(len, records)) == {parts}:
             columns = [*zip(*records, strict=True)]
         else:

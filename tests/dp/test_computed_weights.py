@@ -46,6 +46,22 @@ class SameConv(nn.Conv2d):
         return functional.conv2d(padded, self.weight, self.bias, self.stride)
 
 
+class TwoDilations(nn.Conv2d):
+    """The difference of two convolutions with one kernel, which have other patches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = functional.conv2d(x, self.weight, self.bias, padding=1)
+        return near - functional.conv2d(x, self.weight, self.bias, padding=2, dilation=2)
+
+
+class TwoStrides(nn.Conv2d):
+    """Two convolutions with one kernel and other numbers of positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = functional.conv2d(x, self.weight, self.bias, padding=1)
+        return near + functional.conv2d(x, self.weight, self.bias, stride=7)
+
+
 class PositiveLinear(nn.Linear):
     """A linear layer with positive weights and a bias of its own scale."""
 
@@ -80,6 +96,18 @@ class Twice(nn.Module):
         return outputs
 
 
+class Last(nn.Module):
+    """The last output of a recurrent layer."""
+
+    def __init__(self, part: nn.GRU) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.part(x)[0]
+        return outputs[:, -1]
+
+
 def frozen_gain(layer: Any) -> nn.Module:
     layer.gain.requires_grad_(False)
     part: nn.Module = layer
@@ -93,6 +121,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "with a frozen gain": (lambda: frozen_gain(ScaledConv(3, 4, 3)), IMAGE, True),
     "called twice": (lambda: Twice(ScaledConv(3, 3, 3, padding=1)), IMAGE, True),
     "padded by itself": (partial(SameConv, 3, 4, 2, stride=2), IMAGE, True),
+    "at two dilations": (partial(TwoDilations, 3, 4, 3), IMAGE, True),
+    "at two strides": (partial(TwoStrides, 3, 4, 3), IMAGE, True),
     "positive weights": (partial(PositiveLinear, 4, 3), SEQUENCE, True),
     "a weight with another use": (partial(UsedTwice, 4, 3), SEQUENCE, False),
     "a weight of the record": (partial(OfRecord, 4, 3), SEQUENCE, False),
@@ -127,4 +157,15 @@ def test_gradients_are_those_at_the_weights_of_the_step() -> None:
     subject = Subject(model, x)
     subject.theta.add_(torch.randn_like(subject.theta), alpha=0.3)
     vector_to_parameters(subject.theta, subject._alone.parameters())
+    assert_matches_oracle(subject, x, y, "ball")
+
+
+@pytest.mark.promise("one")
+def test_other_layers_keep_their_rules_beside_a_computed_weight() -> None:
+    x, y = torch.randn(SAMPLES, *SEQUENCE).double(), torch.arange(SAMPLES) % 3
+    model = nn.Sequential(
+        PositiveLinear(4, 4), Last(nn.GRU(4, 5, batch_first=True)), nn.Linear(5, 3)
+    )
+    subject = Subject(model.double(), x)
+    assert subject.per_sample._recorded == {"0", "1.part.ih_l0", "1.part.hh_l0", "2"}
     assert_matches_oracle(subject, x, y, "ball")

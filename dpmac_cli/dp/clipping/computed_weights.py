@@ -34,13 +34,13 @@ def computes_weights(module: nn.Module) -> bool:
 
 
 def with_graph(model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Return a network's parameters, of which those that weights are computed from have a graph.
+    """Return the parameters of a network that weights are computed from, with a graph.
 
     It is {} if none of the modules computes weights.
     """
     computing = {id(p) for m in modules if computes_weights(m) for p in m.parameters()}
     named = model.named_parameters() if computing else ()
-    return {name: p.detach().requires_grad_(id(p) in computing) for name, p in named}
+    return {name: p.detach().requires_grad_() for name, p in named if id(p) in computing}
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,8 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     grad_output = uses[0].grad_output
     samples, size = uses[0].samples, layer.stop - layer.start
     small = samples * size <= _piece(grad_output)
-    found = sizes(layer, uses) if len({type(use.module) for use in uses}) == 1 else None
+    # Uses of one kernel with other strides or paddings are of other modules, with other patches.
+    found = sizes(layer, uses) if len({use.module for use in uses}) == 1 else None
     if found is not None:
         if found.positions == 1 and type(uses[0].module) is nn.Linear:
             return OuterProducts(grad_output, uses[0].inputs, "bias" in layer.parameters)
