@@ -51,10 +51,10 @@ _OF_NETWORK: tuple[str, ...] = (
 #: Features above which a head is wide, and inputs of a record up to which it is a small one.
 WIDE, FEW_INPUTS = 8192, 256
 #: n epsilon below which noise allows only few steps, and from which a table is large enough for a
-#: hidden layer: with classes, and with numbers to predict for each of its inputs.
+#: hidden layer: with classes, and with numbers to predict for each of its inputs or columns.
 FEW, LARGE, LARGE_BY_INPUT = 30_000, 450, 1_000
-#: n epsilon for each column of a table from which a hidden layer pays, inputs up to which it is
-#: narrow, records up to which a step takes all of them, and number of steps.
+#: n epsilon for each column of a table from which a hidden layer pays with classes, inputs up to
+#: which it is narrow, records up to which a step takes all of them, and number of steps.
 FEW_BY_COLUMN, MOST_COLUMNS, FULL_BATCH, TABLE_STEPS = 250, 1000, 50_000, 80
 #: Learning rate of a linear layer on the columns of a table, times their number, for classes and
 #: for numbers, and at most.
@@ -130,7 +130,8 @@ def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
     records, classes = facts.records, isinstance(facts.task, Classification)
     inputs = records.size
     if isinstance(records, Table):
-        few = _scale(given, facts) < FEW_BY_COLUMN * records.wide
+        needed = FEW_BY_COLUMN if classes else LARGE_BY_INPUT
+        few = _scale(given, facts) < needed * records.wide
         small = TableColumns().shape_of(records)[0] <= MOST_COLUMNS
         return {"features": COLUMNS, "model": "linear" if few else "mlp-small" if small else "mlp"}
     if records.kind == "numbers" and inputs <= FEW_INPUTS:
