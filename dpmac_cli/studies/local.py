@@ -218,6 +218,26 @@ def clear_the_way(run: Run) -> None:
         folder.clear(where)
 
 
+#: Program that imports a module from a folder before it runs dpmac.
+WITH_MODULE = (
+    "import importlib, sys; sys.path.append(sys.argv.pop(1)); "
+    "importlib.import_module(sys.argv.pop(1)); from dpmac_cli.__main__ import main; main()"
+)
+
+
+def started_by(run: Run) -> list[str]:
+    """Return the arguments of Python that run dpmac, which knows the optimizer of a run.
+
+    That of a program is registered by the import of its module, unless it is the script itself.
+    """
+    name = type(run.plan.optimizer).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name.partition(".")[0] in ("dpmac_cli", "__main__") or file is None:
+        return ["-m", "dpmac_cli"]
+    above = Path(file).absolute().parents[name.count(".")]
+    return ["-c", WITH_MODULE, str(above), name]
+
+
 class Command:
     """Job of a command ``dpmac train`` in a process on this machine. Raises InputError.
 
@@ -228,7 +248,7 @@ class Command:
         clear_the_way(run)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the job)
         self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-P", "-m", "dpmac_cli", *arguments(run, device)],
+            [sys.executable, "-P", *started_by(run), *arguments(run, device)],
             stdin=subprocess.DEVNULL,
             # A network may print to stdout, which a program may parse.
             stdout=STANDARD_ERROR,
