@@ -307,9 +307,9 @@ def test_a_study_begins_a_run_again_that_was_killed_before_its_first_step(
         calls, move = itertools.count(1), os.replace
 
         def moved(*args: Any) -> None:
-            if next(calls) == kill:  # noqa: B023
+            if next(calls) == kill:  # noqa: B023  (called in this turn alone)
                 raise Killed
-            move(*args)  # noqa: B023
+            move(*args)  # noqa: B023  (the same)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", moved)
