@@ -108,7 +108,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     assert isinstance(last, Finished)
     return {
         **found.verdict(),
-        "accuracy": last.report["test"]["accuracy"],
+        "accuracy": last.report["scores"]["accuracy"]["value"],
         "seconds": round(time.perf_counter() - began, 1),
     }
 

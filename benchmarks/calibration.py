@@ -110,14 +110,14 @@ def measure(data: Any, epsilon: float, seed: int, *, texts: bool) -> dict[str, A
         plan = resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **more)
         report = finish(train(plan)).report
         scored = dpmac_cli.score(out, data).result
-    line: dict[str, Any] = {"records": report["dataset"]["train_size"]}
-    if report["residuals"] is not None:
-        return line | {"coverage": report["test"]["interval_coverage"]}
+    line: dict[str, Any] = {"records": report["data"]["train_size"]}
+    if report["network"]["residuals"] is not None:
+        return line | {"coverage": report["scores"]["interval_coverage"]}
     plain = replace(scored, task=Classification(scored.task.names))
     for name in SHOWN:
         key = name.replace("-", "_")
         line |= {key: scored.metric(name), f"raw_{key}": plain.metric(name)}
-    slope, intercept = (report["calibration"][key] for key in ("slope", "intercept"))
+    slope, intercept = (report["network"]["calibration"][key] for key in ("slope", "intercept"))
     constant = scored.details()["constant_log_loss"]
     return line | {"constant_log_loss": constant, "slope": slope, "intercept": intercept}
 

@@ -40,9 +40,9 @@ def outputs_of(packages: Path, runs: Path, texts: Path, run: tuple[str, float, i
             plan = resolve(dataset=data.dataset, epsilon=epsilon, seed=seed, out=out, **more)
             report = finish(train(plan)).report
             found = [dpmac_cli.predict(out, part).outputs for part in (data.train, data.test)]
-        places = {name: place for place, name in enumerate(report["classes"])}
+        places = {name: place for place, name in enumerate(report["data"]["classes"])}
         labels = [np.array([places[name] for name in of]) for of in (data.labels, data.test_labels)]
-        noise = report["calibration"]["noise"]
+        noise = report["network"]["calibration"]["noise"]
         np.savez(file, z=found[0], y=labels[0], new=found[1], truth=labels[1], noise=noise)
     return np.load(file)  # noqa: TID251  (as it was written above)
 

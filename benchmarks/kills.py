@@ -117,7 +117,7 @@ def begun(optimizer: str, out: Path) -> tuple[str, ...]:
 
 def epsilon_of(out: Path) -> float:
     """Return the epsilon of a finished run's report."""
-    epsilon: float = json.loads((out / "report.json").read_bytes())["privacy"]["epsilon"]
+    epsilon: float = json.loads((out / "report.json").read_bytes())["epsilon"]
     return epsilon
 
 

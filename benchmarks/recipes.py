@@ -28,8 +28,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 plan = resolve(recipe=recipe, seed=seed, out=f"{folder}/run").plan
                 report = finish(train(plan)).report
-            found = {"epsilon": report["privacy"]["epsilon"]} | {
-                "accuracy": round(100 * report["test"]["accuracy"], 2)
+            found = {"epsilon": report["epsilon"]} | {
+                "accuracy": round(100 * report["scores"]["accuracy"]["value"], 2)
             }
             append_line(options.file, {"recipe": recipe, "seed": seed, **found})
     for recipe in options.recipes:

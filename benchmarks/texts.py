@@ -147,7 +147,7 @@ def measured(
         begun = time.process_time()
         out = Path(folder) / "run"
         plan = resolve({**settings, **cost, "seed": seed, "device": device, "out": out}).plan
-        accuracy = finish(train(plan)).report["test"]["accuracy"]
+        accuracy = finish(train(plan)).report["scores"]["accuracy"]["value"]
     found = {"accuracy": 100 * accuracy, "cpu": time.process_time() - begun}
     return found if device == "cpu" else found | {"device": device}
 

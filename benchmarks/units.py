@@ -68,11 +68,11 @@ def run(
     ).plan
     report = finish(train(plan)).report
     return {
-        "units": report["dataset"]["train_size"],
-        "sigma": report["privacy"]["noise_multiplier"],
-        "epsilon": report["privacy"]["epsilon"],
-        "accuracy": report["test"]["accuracy"],
-        "seconds": report["timings"]["training_seconds"],
+        "units": report["data"]["train_size"],
+        "sigma": report["events"][0]["noise_multiplier"],
+        "epsilon": report["epsilon"],
+        "accuracy": report["scores"]["accuracy"]["value"],
+        "seconds": report["environment"]["seconds"],
     }
 
 

@@ -54,7 +54,7 @@ def tested(data: ArrayData, **settings: Any) -> dict[str, Any]:
     """Return the test scores of a run."""
     with tempfile.TemporaryDirectory() as folder:
         plan = resolve({"dataset": data, "out": Path(folder) / "run", **settings}).plan
-        scores: dict[str, Any] = finish(train(plan)).report["test"]
+        scores: dict[str, Any] = finish(train(plan)).report["scores"]
     return scores
 
 

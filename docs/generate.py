@@ -106,23 +106,68 @@ device failed, a run of a comparison failed, or an audit contradicts a claim |
 REPORT = """\
 # Report
 
-Every key of `report.json` and `compare.json`, from their JSON Schemas
-[report.schema.json](report.schema.json) and [compare.schema.json](compare.schema.json). Most
-programs need these keys:
+`dpmac train` writes `report.json`: the settings, what was done to the records and what that costs,
+the network, the scores, and what all of it means in words. The model card, the web page,
+`dpmac eval`, `dpmac runs` and `dpmac compare` show what it says. The header of `model.safetensors`
+is its first half, up to `sentences`.
 
-| key | |
-| --- | --- |
-| `privacy.epsilon`, `privacy.delta`, `privacy.adjacency` | the guarantee |
-| `privacy.accountant`, `privacy.events` | how epsilon was computed, and from what |
-| `privacy.unit` | what is protected, if it is not one record |
-| `privacy.risk` | bounds on what an attacker can learn |
-| `privacy.not_covered`, `privacy.computed_from_records` | what epsilon covers and what not |
-| `privacy.covered_scores` | whether the test scores are covered |
-| `test.accuracy`, `test.mae` | the score of the published model |
-| `hyperparameters`, `recipe` | the settings of training |
-| `dataset.taken_from_records` | public facts that were not declared |
-| `statement` | the answers of the model card that depend on the run |
-| `timings`, `versions` | measured times, and libraries |
+## From a shell
+
+```sh
+jq .epsilon run/report.json                           # upper bound, at .delta
+jq .scores.accuracy.value run/report.json             # of the published model
+jq '.scores.accuracy | [.low, .high]' run/report.json # 95% interval, for records like these
+jq .scores.accuracy.constant run/report.json          # accuracy of the largest class
+jq -r .sentences.guarantee run/report.json            # what epsilon means
+jq -r .sentences.risk run/report.json                 # what an attacker can learn
+jq -r '.sentences.not_covered[]' run/report.json      # what epsilon does not cover
+jq .settings.optimizer run/report.json                # any setting, by its name
+jq '[.events[] | select(.records == "training") | .steps] | add' run/report.json
+jq -r '[.data.name, .settings.optimizer, .epsilon, .state] | @tsv' run/report.json
+```
+
+## Example
+
+A run on digits, shortened:
+
+```json
+{
+  "version": 2,
+  "settings": {"dataset": "digits", "model": "mlp-small", "batch_size": 128, "sigma": 6.0,
+               "optimizer": "dp-macadam", "lr": 0.005, "epochs": 2, "delta": 1e-05},
+  "data": {"name": "digits", "own": false, "train_size": 1437, "test_size": 360, "unit": null,
+           "records": {"kind": "images", "shape": [1, 8, 8]}, "classes": ["0", "1"]},
+  "network": {"name": "mlp-small", "parameters": 4810, "trained": 4810, "steps": 24,
+              "calibration": null},
+  "features": null,
+  "events": [{"sampling_rate": 0.0891, "noise_multiplier": 6.0, "steps": 24, "sampler": "poisson",
+              "steps_per_epoch": 12, "records": "training", "histogram": false}],
+  "epsilon": 0.2535,
+  "delta": 1e-05,
+  "risk": {"attacks": [{"false_positive_rate": 0.01, "true_positive_rate": 0.0131}], "mu": 0.0941},
+  "search": null,
+  "seeded": false,
+  "secure": false,
+  "sentences": {"guarantee": "Adding or removing any one training record ...",
+                "risk": "An attacker who accepts 1 false alarm in 100 ...",
+                "not_covered": ["Other runs on the same records: ..."]},
+  "scores": {"samples": 360, "loss": 0.61, "noise": null,
+             "accuracy": {"value": 0.8, "low": 0.755, "high": 0.84, "constant": 0.1222},
+             "confusion": [[27, 0], [0, 29]]},
+  "environment": {"dpmac": "0.4.0", "torch": "2.14.1", "device": "cpu", "seconds": 1.2},
+  "state": "finished"
+}
+```
+
+- Events cost epsilon at delta: `dpmac account run` recomputes it.
+- Scores are exact, and so tell of the test records, unless `noise` is not null (`--cover-scores`).
+- `settings` has no seed, no path of the machine, and nothing that has no effect.
+- A file of an older version of dpmac is not read: train again, or read it with that version.
+
+## Every key
+
+From the JSON Schemas [report.schema.json](report.schema.json) and
+[compare.schema.json](compare.schema.json).
 """
 SILENT = """\
 # Situations in which training can be silently wrong
@@ -271,12 +316,12 @@ def report() -> str:
     compare = json.loads((DOCS / "compare.schema.json").read_text(encoding="utf-8"))
     described = json.loads(report_schema())
     for name, schema in (("report", inlined(described, described["$defs"])), ("compare", compare)):
-        parts += [f"## {name}.json\n", schema["description"] + "\n"]
+        parts += [f"### {name}.json\n", schema["description"] + "\n"]
         rows = list(dict.fromkeys(keys(schema)))
         parts.append(table(KEY, [row for row in rows if not re.search(r"[.\[]", row[0])]))
         for top, group in groupby(rows, lambda row: re.split(r"[`.\[]", row[0])[1]):
             below = [row for row in group if row[0] != f"`{top}`"]
-            parts += [f"### {top}\n", table(KEY, below)] if below else []
+            parts += [f"#### {top}\n", table(KEY, below)] if below else []
     return "\n".join(parts)
 
 

@@ -144,9 +144,8 @@ def by_train(network: str, settings: dict[str, Any], seen: Trained) -> None:
             report = finish(events).report
             break
         events = resume(Path("run"), **again)
-    privacy = report["privacy"]
-    seen.events = tuple(TrainingEvent(**event) for event in privacy["events"])
-    seen.epsilon, seen.statement = privacy["epsilon"], privacy["statement"]
+    seen.events = tuple(TrainingEvent(**event) for event in report["events"])
+    seen.epsilon, seen.statement = report["epsilon"], report["sentences"]["guarantee"]
 
 
 def by_make_private(network: str, settings: dict[str, Any], seen: Trained, times: int = 1) -> None:
@@ -159,7 +158,7 @@ def by_make_private(network: str, settings: dict[str, Any], seen: Trained, times
             while True:
                 with suppress(Killed):
                     private.step()
-    report = private.publish("loop").report["privacy"]
+    report = private.publish("loop").report
     seen.events = tuple(TrainingEvent(**event) for event in report["events"])
     seen.epsilon, seen.statement = private.epsilon, private.statement
     assert report["epsilon"] == private.epsilon

@@ -170,10 +170,10 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     assert f"next: dpmac eval --audit {out}, dpmac report {out}" in lines
     assert lines[-2].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
-    assert report["audit"]["statement"] == sentences.AUDIT_RUN
-    assert (report["audit"]["canaries"], report["audit"]["guesses"]) == (100, 20)
     header = load_model(out).facts
-    assert header["audit"] == report["audit"]
+    for facts in (report, header):
+        assert facts["sentences"]["audit_run"] == sentences.AUDIT_RUN
+        assert facts["settings"]["canaries"] == 100
     assert f"**{sentences.AUDIT_RUN}**" in (out / folder.CARD).read_text()
 
 
@@ -182,8 +182,8 @@ def test_the_report_prices_the_rate_at_which_records_and_canaries_were_drawn(
     trained: tuple[Path, Result],
 ) -> None:
     out, _ = trained
-    price = json.loads((out / folder.REPORT).read_text())["privacy"]
-    assert price["sampling_rate"] == 128 / (1437 + 50)
+    [event] = json.loads((out / folder.REPORT).read_text())["events"]
+    assert event["sampling_rate"] == 128 / (1437 + 50)
     again = dpmac("account", out)
     assert again.exit_code == 0
     assert "0.0860" in again.stdout

@@ -152,7 +152,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     assert prepare.load(plan_of(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)
-    assert one.report["test"] == other.report["test"]
+    assert one.report["scores"] == other.report["scores"]
 
 
 def test_images_are_decoded_once_and_kept_for_their_owner_alone(

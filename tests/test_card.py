@@ -76,7 +76,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
     )
     (finished.folder / "test.pt").unlink()
     assert done.stderr == ""
-    assert int(done.stdout) / 360 == finished.report["test"]["accuracy"]
+    assert int(done.stdout) / 360 == finished.report["scores"]["accuracy"]["value"]
 
 
 NUMBERS = """\
@@ -149,8 +149,12 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
     data = ArrayData(x, y, x, y, classes=("no", "yes"), low=0.0, high=1.0)
     settings = {"dataset": data, "no_dp": True, "model": "linear", "out": "run"}
     report = finish(train(resolve(settings, steps=100, lr=0.1).plan)).report
-    assert report["test"]["confusion"] == [[500, 0], [20, 0]]
-    assert report["test"]["constant_accuracy"] == report["test"]["accuracy"] == 500 / 520
+    assert report["scores"]["confusion"] == [[500, 0], [20, 0]]
+    assert (
+        report["scores"]["accuracy"]["constant"]
+        == report["scores"]["accuracy"]["value"]
+        == 500 / 520
+    )
     text = card(Path("run"))
     said = cells(text)
     assert said["largest class"].startswith("96.15% of the test records: the accuracy of a model ")
@@ -164,8 +168,7 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
 
 def test_an_infinite_epsilon_is_said(finished: Finished) -> None:
     """A report has null for it."""
-    privacy = finished.report["privacy"] | {"epsilon": None}
-    written = Report.model_validate({**finished.report, "privacy": privacy})
+    written = Report.model_validate({**finished.report, "epsilon": None})
     assert ", epsilon infinite at delta" in model_card(written, load_model(finished.folder).model)
 
 
@@ -177,17 +180,17 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
     text, report = card(finished.folder), finished.report
     written = Report.model_validate(report)
     assert text == model_card(written, load_model(finished.folder).model)
-    price = report["privacy"]
-    epsilon = format_epsilon(price["epsilon"])
+    sentences = report["sentences"]
+    epsilon = format_epsilon(report["epsilon"])
     assert titled(text) == f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05"
-    assert price["statement"] in text
+    assert sentences["guarantee"] in text
     said = cells(text)
     assert said["network"] == "mlp-small, 4,810 parameters"
     assert said["trained on"] == "digits, 1,437 records"
     assert said["its checksum"] == f"SHA-256 `{DATASETS['digits'].sha256}`"
     assert said["training"] == "dp-macadam, steps: 24 (epochs: 2), expected batch 128, finished"
-    accuracy = report["test"]["accuracy"]
-    low, high = report["test"]["accuracy_interval"]
+    accuracy = report["scores"]["accuracy"]["value"]
+    low, high = (report["scores"]["accuracy"][end] for end in ("low", "high"))
     assert said["test accuracy"] == (
         f"{accuracy:.2%} of 360 test records (95% interval for records like these: "
         f"{low:.2%} to {high:.2%})"
@@ -195,7 +198,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
     assert said["classes"] == "`0`, `1`, `2`, `3`, `4`, `5`, `6`, `7`, `8`, `9`"
     assert (said["epsilon"], said["delta"]) == (epsilon, "1e-05")
     assert said["adjacency"].startswith("add-or-remove-one: adding or removing any one")
-    assert said["accountant"] == price["accountant"]
+    assert said["accountant"] == sentences["accountant"]
     assert "were not saved" in said["seeds"]
     assert "| this model | 24 | poisson | 0.0890745 | 6 |" in text
 
@@ -210,12 +213,11 @@ def test_it_says_what_is_not_covered(finished: Finished) -> None:
         "Attackers who can observe the machine during training.",
     ):
         assert said in rest
-    rows = finished.report["privacy"]["computed_from_records"]
-    status = {row["what"]: row["status"] for row in rows}
-    assert status["number of training records"] == "declared public"
-    assert status["scores of the test records"] == "not covered"
-    for row in rows:
-        assert f"| {row['what']} | {row['status']} |" in card(finished.folder)
+    rows = finished.report["sentences"]["computed_from_records"]
+    assert rows["number of training records"] == "declared public"
+    assert rows["scores of the test records"] == "not covered"
+    for what, status in rows.items():
+        assert f"| {what} | {status} |" in card(finished.folder)
 
 
 @pytest.mark.promise("said")
@@ -230,8 +232,8 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     assert said in cells(text)["seeds"]
     header = load_model(finished.folder).facts
     for facts in (finished.report, header):
-        assert facts["privacy"]["statement"].count(said) == 1
-        assert said in facts["privacy"]["seed_policy"]["statement"]
+        assert facts["sentences"]["guarantee"].count(said) == 1
+        assert said in facts["sentences"]["seeds"]
 
 
 @pytest.mark.promise("said")
@@ -264,7 +266,7 @@ def test_every_ancestor_of_a_run_in_another_folder_is_listed() -> None:
     text = card(last.folder)
     assert "| before 1 | 5 | poisson | 0.0890745 | 6 |" in text
     assert "| this model | 4 | poisson | 0.0890745 | 8 |" in text
-    assert cells(text)["epsilon"] == format_epsilon(last.report["privacy"]["epsilon"])
+    assert cells(text)["epsilon"] == format_epsilon(last.report["epsilon"])
     assert card(first.folder) == before
 
 
@@ -366,9 +368,8 @@ def test_the_page_of_a_run_has_its_figures_first_then_pictures_guarantee_and_set
 def figures_of(report: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a report that a repository page shows."""
     names = (metric.key for metric in METRICS.values())
-    found = {name: report["test"].get(name) for name in names}
-    privacy = report["privacy"]
-    found["epsilon"] = privacy["epsilon"] if privacy["private"] else None
+    found = {name: report["scores"].get(name, {}).get("value") for name in names}
+    found["epsilon"] = report["epsilon"]
     return {name: value for name, value in found.items() if value is not None}
 
 

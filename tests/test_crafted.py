@@ -365,7 +365,7 @@ def test_tensors_that_dpmac_does_not_write_are_refused(change: dict[str, Any]) -
 def test_a_million_layers_are_refused_at_once(layers: float) -> None:
     run = on_texts()
     tensors, facts = facts_in(run / folder.MODEL)
-    facts["model"]["public_part"]["encoder"]["form"]["num_hidden_layers"] = layers
+    facts["features"]["encoder"]["form"]["num_hidden_layers"] = layers
     write_model(run / folder.MODEL, tensors, facts)
     config = json.loads(Path("encoder/config.json").read_text())
     Path("encoder/config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
@@ -381,13 +381,13 @@ def test_a_network_is_not_built_that_its_weights_cannot_fill() -> None:
     run = on_texts(train="norm")
     tensors, facts = facts_in(run / folder.MODEL)
     large = {"vocab_size": 1 << 23, "hidden_size": 1 << 15, "intermediate_size": 1 << 17}
-    facts["model"]["public_part"]["encoder"]["form"] |= large
-    facts["model"]["public_part"]["encoder"]["width"] = 1 << 15
+    facts["features"]["encoder"]["form"] |= large
+    facts["features"]["encoder"]["width"] = 1 << 15
     write_model(run / folder.MODEL, tensors, facts)
     assert "parameters" in said("a large encoder", "predict", run, "x.npz", codes=(2,))
     digits = train_digits(out="digits", steps=2, model="mlp-small").folder
     tensors, facts = facts_in(digits / folder.MODEL)
-    facts["input"] |= {"shape": [1, 5000, 5000]}
+    facts["data"]["records"] |= {"shape": [1, 5000, 5000]}
     write_model(digits / folder.MODEL, tensors, facts)
     assert "parameters" in said("a large image", "predict", digits, "x.npz", codes=(2,))
 

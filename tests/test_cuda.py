@@ -133,4 +133,4 @@ def test_a_run_that_was_stopped_is_resumed_with_new_keys() -> None:
     stopped = train_events(digits_config(device="cuda", steps=9, out="run"), after(5))[1]
     *_, last = run.resume(stopped.folder, {})
     assert isinstance(last, Finished)
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, 4]
+    assert [event["steps"] for event in last.report["events"]] == [5, 4]

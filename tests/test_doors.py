@@ -181,7 +181,7 @@ def test_the_weights_that_are_scored_are_those_that_are_published(
     assert held.equal(wanted)
     if door == "make_private" or ema is not None:
         assert (step.state.average is None) == (ema is None), "only what was asked for"
-    reported = json.loads((folder / "report.json").read_text())["test"]["loss"]
+    reported = json.loads((folder / "report.json").read_text())["scores"]["loss"]
     data = ArrayData(**facts({}))
     assert score(folder, data, network=NETWORKS["marking"]).result.loss == pytest.approx(reported)
 

@@ -286,11 +286,13 @@ def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Pat
     events, finished = train_events(digits_config(**SCATTER, epochs=6, lr="0.02"))
     assert computed(events)
     report = finished.report
-    assert report["model"]["name"] == "linear"
-    assert report["test"]["accuracy"] > 0.6
+    assert report["network"]["name"] == "linear"
+    assert report["scores"]["accuracy"]["value"] > 0.6
     shutil.rmtree(cache)
     for path in (finished.folder, finished.folder / "model.safetensors"):
-        assert score(path, None, None, "cpu").result.accuracy == report["test"]["accuracy"]
+        assert (
+            score(path, None, None, "cpu").result.accuracy == report["scores"]["accuracy"]["value"]
+        )
     assert set(weights(finished.folder)) == {"head.1.weight", "head.1.bias"}
     assert not cache.exists()
 
@@ -497,11 +499,10 @@ def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.long
 def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resnet: Path) -> None:
     finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
-    part = finished.report["model"]["public_part"]
-    assert part["trained_parameters"] == 512 * 10 + 10
+    assert finished.report["network"]["trained"] == 512 * 10 + 10
     published = load_file("run/model.safetensors")
     assert all(name.startswith("head.") for name in published)
-    assert score("run").result.accuracy == finished.report["test"]["accuracy"]
+    assert score("run").result.accuracy == finished.report["scores"]["accuracy"]["value"]
     found = load_model("run").model.get_submodule("frozen.network").get_parameter("conv1.weight")
     assert torch.equal(found, torch.load(published_resnet)["conv1.weight"])
 
@@ -515,7 +516,7 @@ def test_public_weights_of_ones_own_are_found_again_or_asked_for(tmp_path: Path)
     finished = train_digits(
         backbone="resnet18", backbone_size=32, pretrained=own, steps=2, out="run"
     )
-    expected = finished.report["test"]["accuracy"]
+    expected = finished.report["scores"]["accuracy"]["value"]
     assert score("run").result.accuracy == expected
     own.rename(moved)
     with pytest.raises(InputError, match=r"own\.safetensors .SHA-256 .*Add --public"):
@@ -714,10 +715,10 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     model = network(pretrained["model"].rpartition(":")[2])
     freeze(model, Trained(part), SHAPE)
     assert moved == trained_names(model)
-    told = finished.report["model"]["public_part"]
-    assert told["train"] == part
-    assert told["trained_parameters"] == sum(before[name].numel() for name in moved)
-    assert (PARTS[part] in told["statement"]) == (part != "all")
+    report = finished.report
+    assert report["settings"]["train"] == part
+    assert report["network"]["trained"] == sum(before[name].numel() for name in moved)
+    assert (PARTS[part] in report["sentences"]["features"]) == (part != "all")
     loaded = load_model("run", factory=pretrained["model"]).model
     assert loaded(torch.randn(2, *SHAPE)).shape == (2, 10)
 
@@ -735,8 +736,7 @@ def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> Non
     linear = {f"blocks.{i}.{layer}.weight" for i in range(BLOCKS) for layer in layers}
     assert moved == linear | {"head.weight", "head.bias"}
     assert before.keys() == after_it.keys()
-    part = whole.report["model"]["public_part"]
-    assert part["lora_rank"] == 2
+    assert whole.report["settings"]["lora_rank"] == 2
     load_model("run", factory=pretrained["model"])
 
 

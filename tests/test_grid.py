@@ -211,7 +211,7 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -
     fixed.folder.mkdir()
 
     def found(steps: int, state: str) -> list[bool]:
-        report = {"state": state, "hyperparameters": {"steps": steps}}
+        report = {"state": state, "network": {"steps": steps}}
         (fixed.folder / "report.json").write_text(json.dumps(report))
         return [finished_report(run) is not None for run in (fixed, budgeted)]
 

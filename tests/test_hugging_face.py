@@ -126,8 +126,8 @@ def test_a_dataset_of_texts_with_labels_trains_and_predicts(tmp_path: Path) -> N
     """Classes are the names of its labels, and a column of numbers is none of its records."""
     encoder = str(write_encoder(tmp_path / "encoder"))
     run = finish(train(resolve(dataset=texts(), backbone=encoder, tokens=16, **QUICK)))
-    assert run.report["classes"] == CLASSES
-    assert run.report["dataset"]["name"] == "dataset"
+    assert run.report["data"]["classes"] == CLASSES
+    assert run.report["data"]["name"] == "dataset"
     found = predict("run", texts(7))
     assert found.probabilities.shape == (7, 2)
 
@@ -270,7 +270,7 @@ def test_a_table_in_memory_trains_and_predicts_with_its_schema(kind: str) -> Non
     pd.DataFrame(columns()).to_csv("table.csv", index=False)
     frame = FRAMES[kind](columns())
     run = finish(train(resolve(dataset=frame, schema="schema.yaml", **QUICK)))
-    assert run.report["dataset"]["train_size"] + run.report["dataset"]["test_size"] == COUNT
+    assert run.report["data"]["train_size"] + run.report["data"]["test_size"] == COUNT
     filed = records("table.csv", schema="schema.yaml")
     held = records(frame, schema="schema.yaml")
     assert np.array_equal(held.train.x, filed.train.x)

@@ -93,18 +93,18 @@ def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) 
     events = events_of(report)
     counts = Counter(event.histogram for event in events)
     assert counts == {False: 1, True: 4}  # steps; three rounds of counts, and a calibration
-    delta = report["privacy"]["delta"]
-    assert report["privacy"]["epsilon"] == total_epsilon(events, delta) <= 3
+    delta = report["delta"]
+    assert report["epsilon"] == total_epsilon(events, delta) <= 3
     # By hand: a tenth of mu^2 in the ratio 2 : 3 : 5, and a fiftieth for the calibration.
     signals = [event.noise_multiplier**-2 for event in events if event.histogram]
     expected = np.array([0.02, 0.02, 0.03, 0.05])
     assert np.sort(signals) / sum(signals) == pytest.approx(expected / expected.sum(), rel=1e-4)
-    assert report["test"]["accuracy"] > 0.7
+    assert report["scores"]["accuracy"]["value"] > 0.7
     card = (table / "run" / "model-card.md").read_text()
-    for name, (low, high) in report["ranges"]["found"].items():
+    for name, (low, high) in report["data"]["ranges"].items():
         assert f"`{name}`, a " in card
         assert f"{low:.4g} to {high:.4g}" in card
-    assert {"age", "income", "since"} == report["ranges"]["found"].keys()
+    assert {"age", "income", "since"} == report["data"]["ranges"].keys()
 
 
 def test_the_screen_names_the_counts_and_predictions_take_new_words_and_gaps(table: Path) -> None:
@@ -145,14 +145,14 @@ def test_a_number_to_predict_needs_no_range(table: Path) -> None:
     made = dpmac(*TRAIN, "--out", "run")
     assert made.exit_code == 0, made.output
     report = report_of()
-    low, high = report["target"]["low"], report["target"]["high"]
+    low, high = report["data"]["target"]["low"], report["data"]["target"]["high"]
     middle = frame.y.quantile([0.05, 0.95])
     assert low < middle.iloc[0]
     assert high > middle.iloc[1]
     assert high - low < 10 * (frame.y.max() - frame.y.min())
-    assert report["test"]["r2"] > 0.3
-    assert report["privacy"]["epsilon"] <= 3
-    assert sum(event["histogram"] for event in report["privacy"]["events"]) == 8
+    assert report["scores"]["r2"]["value"] > 0.3
+    assert report["epsilon"] <= 3
+    assert sum(event["histogram"] for event in report["events"]) == 8
     scored = dpmac("eval", "run")
     assert scored.exit_code == 0, scored.output
     predictions = dpmac_cli.predict("run", frame.drop(columns="y").head(20))
@@ -160,7 +160,7 @@ def test_a_number_to_predict_needs_no_range(table: Path) -> None:
 
 
 def events_of(report: dict[str, Any]) -> tuple[TrainingEvent, ...]:
-    return tuple(TrainingEvent(**event) for event in report["privacy"]["events"])
+    return tuple(TrainingEvent(**event) for event in report["events"])
 
 
 def killed() -> Callable[..., Any]:
@@ -197,8 +197,8 @@ def test_ranges_are_paid_for_once_when_stored_and_again_when_not(
     events = events_of(report)
     found = Counter(event for event in events if event.histogram)
     assert found[whole.ranges[1]] == 2
-    assert report["privacy"]["epsilon"] <= 3
-    assert report["ranges"]["found"]["age"] == stored
+    assert report["epsilon"] <= 3
+    assert report["data"]["ranges"]["age"] == stored
 
 
 def counted_in(folder: str) -> list[float]:
@@ -214,10 +214,10 @@ def checkpoint_of(folder: str) -> Any:
 def test_more_epochs_keep_the_ranges_and_draw_the_calibration_anew(table: Path) -> None:
     first = run.finish(run.train(plan(epochs=4, out="run"))).report
     more = run.finish(run.resume("run", epochs=6, out="more")).report
-    assert more["ranges"]["found"] == first["ranges"]["found"]
+    assert more["data"]["ranges"] == first["data"]["ranges"]
     events = events_of(more)
     assert sum(event.histogram for event in events) == 5  # three rounds, two calibrations
-    assert more["privacy"]["epsilon"] == total_epsilon(events, more["privacy"]["delta"])
+    assert more["epsilon"] == total_epsilon(events, more["delta"])
 
 
 @pytest.mark.promise("target")
@@ -227,7 +227,7 @@ def test_shown_epsilons_count_the_ranges_from_the_first_step_on(table: Path) -> 
     text = (table / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     first = (*planned.plan.ranges, planned.plan.event.first(1))
-    assert lines[0]["epsilon"] >= total_epsilon(first, report["privacy"]["delta"])
+    assert lines[0]["epsilon"] >= total_epsilon(first, report["delta"])
 
 
 def test_nothing_is_read_before_its_event_has_begun(
@@ -390,17 +390,17 @@ def test_a_bad_schema_gets_one_message_with_its_line(
 
 def test_without_privacy_ranges_are_exact_and_named_so(table: Path) -> None:
     report = run.finish(run.train(plan(epsilon=None, no_dp=True, epochs=3, out="run"))).report
-    low, high = report["ranges"]["found"]["age"]
+    low, high = report["data"]["ranges"]["age"]
     assert low <= 18 + 2
     assert 88 <= high <= 120
-    assert "exact facts of the training records" in report["ranges"]["statement"]
+    assert "exact facts of the training records" in report["sentences"]["ranges"]
 
 
 def test_an_account_prices_the_counts_beforehand(table: Path) -> None:
     planned = plan(epochs=4).plan
     made = run.finish(run.train(plan(epochs=4, out="run"))).report
     cost = total_epsilon(planned.planned, planned.settings.delta)
-    assert format_epsilon(cost) == format_epsilon(made["privacy"]["epsilon"])
+    assert format_epsilon(cost) == format_epsilon(made["epsilon"])
 
 
 def test_an_account_has_a_switch_for_ranges() -> None:
@@ -427,8 +427,8 @@ def test_units_share_one_weight(table: Path) -> None:
     frame.to_csv("people.csv", index=False)
     Path("kinds.yaml").write_text(f"{KINDS}drop: [person]\n")
     report = run.finish(run.train(plan(unit="person", epochs=3, out="run"))).report
-    assert report["privacy"]["unit"]["told_by"] == "person"
-    assert report["ranges"]["found"]["age"][1] > 60
+    assert report["data"]["unit"] == "person"
+    assert report["data"]["ranges"]["age"][1] > 60
 
 
 def test_ranges_are_those_of_training_records_and_their_units(
@@ -449,7 +449,7 @@ def test_ranges_are_those_of_training_records_and_their_units(
 
     monkeypatch.setattr(uncounted, "distributions", watched)
     report = run.finish(run.train(plan(unit="person", epochs=2, out="run"))).report
-    assert report["ranges"]["found"]["age"][1] < 1000
+    assert report["data"]["ranges"]["age"][1] < 1000
     assert np.bincount(owners[0]).tolist() == [3] * 400
 
 
@@ -458,7 +458,7 @@ def test_a_table_may_have_nothing_but_words(table: Path) -> None:
     kinds = "columns: {job: {type: category}, smoker: {type: category}}"
     Path("kinds.yaml").write_text(f"{KINDS.splitlines()[0]}\n{kinds}\n")
     report = run.finish(run.train(plan(out="run"))).report
-    assert report["test"]["accuracy"] > 0.6
+    assert report["scores"]["accuracy"]["value"] > 0.6
 
 
 WIDE = """\
@@ -485,8 +485,8 @@ def test_declared_ranges_a_hundred_times_too_wide_lose_next_to_nothing(table: Pa
     wide = run.finish(run.train(planned)).report
     events = events_of(wide)
     assert sum(event.histogram for event in events) == 4
-    assert wide["privacy"]["epsilon"] == total_epsilon(events, wide["privacy"]["delta"]) <= 3
-    found = wide["ranges"]["found"]
+    assert wide["epsilon"] == total_epsilon(events, wide["delta"]) <= 3
+    found = wide["data"]["ranges"]
     assert found.keys() == {"age", "income", "since"}
     lowest, highest = found["age"]
     assert -500 < lowest < 40
@@ -495,7 +495,7 @@ def test_declared_ranges_a_hundred_times_too_wide_lose_next_to_nothing(table: Pa
     first, last = found["since"]
     assert first < 18_500  # days from 1970 to 2020
     assert last > 19_000
-    assert wide["test"]["accuracy"] > close["test"]["accuracy"] - 0.04
+    assert wide["scores"]["accuracy"]["value"] > close["scores"]["accuracy"]["value"] - 0.04
     frame.drop(columns="y").to_csv("new.csv", index=False)
     assert len(dpmac_cli.predict("run", "new.csv").outputs) == len(frame)
 
@@ -519,7 +519,7 @@ def test_more_epochs_keep_the_scale_of_declared_ranges(table: Path) -> None:
     Path("kinds.yaml").write_text(WIDE)
     first = run.finish(run.train(plan(epochs=4, out="run"))).report
     more = run.finish(run.resume("run", epochs=6, out="more")).report
-    assert more["ranges"]["found"] == first["ranges"]["found"]
+    assert more["data"]["ranges"] == first["data"]["ranges"]
 
 
 def test_a_missing_number_has_no_rank_and_is_counted_as_missing() -> None:

@@ -142,13 +142,15 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     shown = dpmac(*written(family), "--train", part)
     assert shown.exit_code == 0, shown.output
     report = json.loads(Path("run/report.json").read_text())
-    low, high = report["test"]["perplexity_interval"]
-    assert 1 < low < report["test"]["perplexity"] < high
+    low, high = (report["scores"]["perplexity"][end] for end in ("low", "high"))
+    assert 1 < low < report["scores"]["perplexity"]["value"] < high
     width = read_encoder(f"./{family}").config.width
     rate = 0.64 / width if part == "all" else 0.16 / math.sqrt(width)
-    assert report["hyperparameters"]["lr"] == pytest.approx(rate, rel=0.05)
-    assert math.log(report["test"]["perplexity"]) == pytest.approx(report["test"]["loss"])
-    perplexity = METRICS["perplexity"].text(report["test"]["perplexity"])
+    assert report["settings"]["lr"] == pytest.approx(rate, rel=0.05)
+    assert math.log(report["scores"]["perplexity"]["value"]) == pytest.approx(
+        report["scores"]["loss"]
+    )
+    perplexity = METRICS["perplexity"].text(report["scores"]["perplexity"]["value"])
     assert f"test perplexity {perplexity}" in shown.output
     card = Path("run/model-card.md").read_text()
     assert "can memorise" in card
@@ -170,7 +172,7 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
         tokens = ids[ids > 0][None] - 1
         assert torch.allclose(model(tokens, labels=tokens).loss, own.losses(ids), atol=1e-4)
     assert json.loads(again.stdout)["perplexity"] == pytest.approx(
-        report["test"]["perplexity"], rel=1e-4
+        report["scores"]["perplexity"]["value"], rel=1e-4
     )
 
 
@@ -226,9 +228,9 @@ def test_a_person_with_several_notes_is_a_unit() -> None:
     shown = dpmac(*written(), "--unit", "person")
     assert shown.exit_code == 0, shown.output
     report = json.loads(Path("run/report.json").read_text())
-    assert report["privacy"]["unit"]["told_by"] == "person"
-    assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 20
-    assert report["machine"]["physical_batch"] == 4224 // (
+    assert report["data"]["unit"] == "person"
+    assert report["data"]["train_size"] + report["data"]["test_size"] == 20
+    assert report["settings"]["physical_batch"] == 4224 // (
         8 * (LIMIT + WRITTEN)
     )  # all texts of a unit count
 

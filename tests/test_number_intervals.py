@@ -76,11 +76,11 @@ def test_intervals_have_the_share_of_test_targets_that_they_promise(of: Any) -> 
     report = train(of)
     # Bins are coarse at an edge: its interval has up to five points too many.
     within = 0.05 if of is sharp else 0.03
-    assert report["test"]["interval_coverage"] == pytest.approx(0.9, abs=within)
-    events = report["privacy"]["events"]
+    assert report["scores"]["interval_coverage"] == pytest.approx(0.9, abs=within)
+    events = report["events"]
     assert [event["histogram"] for event in events] == [False, True]
-    assert report["privacy"]["epsilon"] <= 3
-    assert report["calibration"] is None
+    assert report["epsilon"] <= 3
+    assert report["network"]["calibration"] is None
 
 
 def test_predictions_evaluation_and_card_have_them(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_predictions_evaluation_and_card_have_them(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="level"):
         dpmac_cli.predict("run", x, level=1.5)
     shown = dpmac_cli.score("run", table(normal)).result.details()
-    assert shown["interval_coverage"] == report["test"]["interval_coverage"]
+    assert shown["interval_coverage"] == report["scores"]["interval_coverage"]
     card = Path("run/model-card.md").read_text()
     assert "| intervals of 90% |" in card
     assert "one histogram of the residuals of the training records" in card
@@ -115,8 +115,8 @@ def test_a_given_noise_has_no_intervals_unless_they_are_asked_for() -> None:
     assert asked.event == plan.event
     assert total_epsilon(asked.planned, 1e-5) > total_epsilon(plan.planned, 1e-5)
     report = train(normal, epsilon=None, sigma=6.0, epochs=2)
-    assert report["residuals"] is None
-    assert report["test"]["interval_coverage"] is None
+    assert report["network"]["residuals"] is None
+    assert report["scores"]["interval_coverage"] is None
     found = dpmac_cli.predict("run", np.zeros((3, 4), np.float32))
     assert [*found.task.columns(found.outputs)] == ["predicted"]
     with pytest.raises(InputError, match="has none"):
@@ -126,8 +126,8 @@ def test_a_given_noise_has_no_intervals_unless_they_are_asked_for() -> None:
 @pytest.mark.promise("scores")
 def test_covered_scores_have_no_exact_coverage() -> None:
     report = train(normal, cover_scores=True)
-    assert report["test"]["interval_coverage"] is None
-    assert report["residuals"] is not None
+    assert report["scores"]["interval_coverage"] is None
+    assert report["network"]["residuals"] is not None
 
 
 def test_cells_of_targets_and_outputs_of_any_kind() -> None:

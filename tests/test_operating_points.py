@@ -61,36 +61,42 @@ def calibration(records: int = 4000, noise: float = 5.0) -> Calibration:
 @pytest.mark.parametrize("epsilon", [3.0, 8.0])
 def test_a_sensitivity_that_is_asked_for_is_reached_on_test_records(epsilon: float) -> None:
     report = train("run", 8000, epsilon, threshold="sensitivity=0.9")
-    assert 0.85 <= report["test"]["sensitivity"][1] <= 0.95
-    point = report["operating_point"]
+    assert 0.85 <= report["scores"]["sensitivity"][1] <= 0.95
+    known = Calibration(**_numbers(report["network"]["calibration"]))
+    at = OperatingPoint(**report["network"]["operating_point"])
+    point = describe(at, known, NAMES, epsilon)
     assert point["sensitivity"] == pytest.approx(0.9, abs=0.01)
-    assert point["specificity"] == pytest.approx(report["test"]["specificity"][1], abs=0.05)
+    assert point["specificity"] == pytest.approx(report["scores"]["specificity"][1], abs=0.05)
     assert point["share"] == pytest.approx(patients(8000)[1].mean(), abs=0.02)
+    assert report["sentences"]["operating_point"].startswith(point["statement"][:60])
 
 
 def test_a_balanced_point_finds_the_rare_class_and_costs_nothing() -> None:
     """Where the network as trained says one class to nearly all."""
     plain, balanced = train("plain"), train("balanced", threshold="balanced")
-    assert plain["privacy"]["events"] == balanced["privacy"]["events"]
-    assert plain["calibration"] == balanced["calibration"]
-    assert balanced["test"]["balanced_accuracy"] > plain["test"]["balanced_accuracy"] + 0.1
-    assert balanced["test"]["auroc"] == plain["test"]["auroc"]
-    assert plain["operating_point"]["asked"] == "most-likely"
-    assert plain["operating_point"]["log_odds"] == 0
+    assert plain["events"] == balanced["events"]
+    assert plain["network"]["calibration"] == balanced["network"]["calibration"]
+    assert (
+        balanced["scores"]["balanced_accuracy"]["value"]
+        > plain["scores"]["balanced_accuracy"]["value"] + 0.1
+    )
+    assert balanced["scores"]["auroc"]["value"] == plain["scores"]["auroc"]["value"]
+    assert plain["network"]["operating_point"]["asked"] == "most-likely"
+    assert plain["network"]["operating_point"]["log_odds"] == 0
 
 
 def test_evaluation_prediction_and_card_decide_at_the_stored_point() -> None:
     report = train("run", threshold="balanced")
-    point = report["operating_point"]
+    point = report["network"]["operating_point"]
     x = patients(400, 2)[0]
     found = dpmac_cli.predict("run", x)
     odds = found.outputs[:, 1].astype(float) - found.outputs[:, 0]
     assert list(found.predicted) == [NAMES[int(odd > point["log_odds"])] for odd in odds]
     at = OperatingPoint(point["asked"], point["log_odds"])
-    least = at.probability(Calibration(**_numbers(report["calibration"])))
+    least = at.probability(Calibration(**_numbers(report["network"]["calibration"])))
     assert list(found.predicted) == [NAMES[int(p > least)] for p in found.probabilities[:, 1]]
     scored = dpmac_cli.score("run", clinic(3000)).result
-    assert scored.confusion.tolist() == [list(row) for row in report["test"]["confusion"]]
+    assert scored.confusion.tolist() == [list(row) for row in report["scores"]["confusion"]]
     card = Path("run/model-card.md").read_text()
     assert "| operating point | It says ill above a probability of" in card
     scope: dict[str, Any] = {}
@@ -143,12 +149,14 @@ def test_what_is_said_at_the_end_names_the_point_and_offers_a_balanced_one() -> 
 @pytest.mark.promise("scores")
 def test_under_covered_scores_rates_are_those_of_the_histogram_alone() -> None:
     report = train("run", cover_scores=True, threshold="balanced")
-    assert report["test"]["sensitivity"] is None
-    point = report["operating_point"]
-    known = Calibration(**_numbers(report["calibration"]))
+    assert report["scores"]["sensitivity"] is None
+    point = report["network"]["operating_point"]
+    known = Calibration(**_numbers(report["network"]["calibration"]))
     at = OperatingPoint(point["asked"], point["log_odds"])
-    assert (point["sensitivity"], point["specificity"]) == at.rates(known)
-    assert "of the records are well" in point["statement"]
+    said = report["sentences"]["operating_point"]
+    assert f"its sensitivity is {at.rates(known)[0]:.1%}" in said
+    assert f"and its specificity {at.rates(known)[1]:.1%}" in said
+    assert "of the records are well" in said
 
 
 # What is refused.
@@ -167,10 +175,10 @@ def test_points_that_cannot_be_are_refused() -> None:
 
 def test_a_probability_needs_no_histogram() -> None:
     report = train("run", sigma=3.0, epsilon=None, threshold="0.3")
-    assert report["calibration"] is None
-    point = report["operating_point"]
+    assert report["network"]["calibration"] is None
+    point = report["network"]["operating_point"]
     assert point["log_odds"] == pytest.approx(math.log(0.3 / 0.7))
-    assert point["sensitivity"] is None
+    assert "sensitivity" not in report["sentences"]["operating_point"]
     found = dpmac_cli.predict("run", patients(300, 2)[0])
     assert list(found.predicted) == [NAMES[int(p > 0.3)] for p in found.answers[:, 1]]
     with pytest.raises(InputError, match="balanced needs a calibration"):
@@ -225,5 +233,5 @@ def test_infinite_outputs_and_ties_are_decided_like_the_largest_output() -> None
 
 def test_a_report_has_the_point(tmp_path: Path) -> None:
     train("run", threshold="balanced")
-    assert report_of("run")["operating_point"]["asked"] == "balanced"
-    assert report_of("run")["recipe"]["threshold"] == "balanced"
+    assert report_of("run")["network"]["operating_point"]["asked"] == "balanced"
+    assert report_of("run")["settings"]["threshold"] == "balanced"

@@ -50,11 +50,11 @@ def _registered(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_is_scored_and_predicts_with_the_same_function() -> None:
     finished = finish(train(resolve(dataset="digits", **QUICK)))
-    assert score("run").result.accuracy == finished.report["test"]["accuracy"]
-    part = finished.report["model"]["public_part"]
-    assert part["features"] == "pooled"
-    assert "(means of squares), which sees one record at a time" in part["statement"]
-    assert finished.report["model"]["parameters"] == 10 * WIDTH + 10
+    assert score("run").result.accuracy == finished.report["scores"]["accuracy"]["value"]
+    assert finished.report["features"]["name"] == "pooled"
+    said = finished.report["sentences"]["features"]
+    assert "(means of squares), which sees one record at a time" in said
+    assert finished.report["network"]["parameters"] == 10 * WIDTH + 10
     images = np.random.RandomState(0).randint(0, 17, (30, 1, 8, 8)).astype(np.uint8)
     together = predict("run", images).probabilities
     alone = [predict("run", images[row : row + 1]).probabilities[0] for row in range(3)]
@@ -159,7 +159,7 @@ def test_rows_of_numbers_are_vectors() -> None:
     data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
     settings = QUICK | {"features": "some", "batch_size": 50}
     finished = finish(train(resolve(dataset=data, **settings)))
-    assert finished.report["model"]["parameters"] == 2 * 2 + 2
+    assert finished.report["network"]["parameters"] == 2 * 2 + 2
     assert len(predict("run", x[:7]).predicted) == 7
 
 

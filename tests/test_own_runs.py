@@ -102,29 +102,32 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     data = photos(str(tmp_path / "photos"))
     done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
     report = report_of("run")
-    assert report["dataset"] == {
+    told = {name: report["data"][name] for name in report["data"] if name != "records"}
+    assert told == {
         "name": "photos",
         "train_size": 240,
         "test_size": 60,
         "sha256": None,
         "own": True,
         "held_out": False,
-        "test_note": None,
-        "text_note": None,
+        "unit": None,
         "taken_from_records": ["channels", "image size", "classes"],
+        "classes": [f"digit-{i}" for i in range(10)],
+        "target": None,
         "schema": None,
-        "public_note": (
-            "The numbers of training records and test records are public. Its channels, image size "
-            "and classes were not declared but taken from the records, and are treated as public. "
-            "One record can change them, which epsilon does not cover."
-        ),
+        "ranges": None,
     }
-    assert report["dataset"]["public_note"] in Path("run/model-card.md").read_text()
-    assert report["classes"] == [f"digit-{i}" for i in range(10)]
-    assert report["privacy"]["sampling_rate"] == 64 / 240
+    assert report["sentences"]["public_records"] == (
+        "The numbers of training records and test records are public. Its channels, image size "
+        "and classes were not declared but taken from the records, and are treated as public. "
+        "One record can change them, which epsilon does not cover."
+    )
+    assert not {"test_records", "texts"} & report["sentences"].keys()
+    assert report["sentences"]["public_records"] in Path("run/model-card.md").read_text()
+    assert report["events"][0]["sampling_rate"] == 64 / 240
     for path in ("run", "run/model.safetensors"):
         scored = json.loads(done("eval", path, "--json"))
-        assert scored["accuracy"] == report["test"]["accuracy"]
+        assert scored["accuracy"] == report["scores"]["accuracy"]["value"]
         assert scored["dataset"] == "photos"
     for name in ("report.json", "model-card.md", "model.safetensors"):
         assert str(tmp_path).encode() not in Path("run", name).read_bytes()
@@ -136,13 +139,13 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
     options = ("--test-fraction", "0.25", "--split-seed", "9", "--model", "mlp-small")
     done("train", "--dataset", data, *options, "--out", "run", *SHORT)
     report = report_of("run")
-    sizes = report["dataset"]["train_size"], report["dataset"]["test_size"]
+    sizes = report["data"]["train_size"], report["data"]["test_size"]
     assert sizes == (232, 68)  # about a quarter; which ones, the names and --split-seed say
-    assert report["dataset"]["held_out"] is True
-    assert "split off from the private ones" in report["dataset"]["test_note"]
-    assert report["dataset"]["test_note"] in Path("run/model-card.md").read_text()
+    assert report["data"]["held_out"] is True
+    assert "split off from the private ones" in report["sentences"]["test_records"]
+    assert report["sentences"]["test_records"] in Path("run/model-card.md").read_text()
     scored = json.loads(done("eval", "run", "--json"))
-    assert (scored["accuracy"], scored["samples"]) == (report["test"]["accuracy"], 68)
+    assert (scored["accuracy"], scored["samples"]) == (report["scores"]["accuracy"]["value"], 68)
     Path(data, "digit-3", "13.png").unlink()  # one that was trained on
     assert json.loads(done("eval", "run", "--json")) == scored
 
@@ -154,11 +157,11 @@ def test_a_model_of_another_split_is_not_scored_on_what_it_was_trained_on(
     """Models of another format held out other records."""
     data = photos("photos", split=False)
     with monkeypatch.context() as older:
-        older.setattr("dpmac_cli.release.report.SCHEMA_VERSION", 1)
+        older.setattr("dpmac_cli.release.report.FORMAT", 1)
         done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
     refused = dpmac("eval", "run")
     assert refused.exit_code == 2
-    assert "model.safetensors was written by another version" in " ".join(refused.output.split())
+    assert "model.safetensors was written by an older version" in " ".join(refused.output.split())
 
 
 #: The whole schema of photos, declared.
@@ -191,14 +194,14 @@ def interrupted(data: str, *flags: str) -> Finished:
 )
 def test_a_run_goes_on_with_as_many_records_as_it_began_with(flags: tuple[str, ...]) -> None:
     arrays = dict(np.load(wine("wine.npz")))
-    before = interrupted("wine.npz").report["privacy"]
+    before = interrupted("wine.npz").report
     np.savez("wine.npz", **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
     assert "numbers of records are not those that the run started with" in refused("train", *flags)
     assert not Path("longer").exists()
     np.savez("wine.npz", **arrays)
     done("train", *flags)
     after = report_of("longer" if "--out" in flags else "run")
-    assert after["privacy"]["epsilon"] > before["epsilon"]
+    assert after["epsilon"] > before["epsilon"]
 
 
 @pytest.mark.promise("resume")
@@ -210,7 +213,7 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on() -> None:
     )
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     done("train", "--resume", "run", "--dataset", "vino.npz")
-    assert report_of("run")["privacy"]["steps"] == 8
+    assert sum(event["steps"] for event in report_of("run")["events"]) == 8
     assert "dataset: vino.npz" in Path("run/config.yaml").read_text()
     assert "is finished" in refused("train", "--resume", "run")
 
@@ -318,10 +321,9 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
         events.append(event)
     last = events[-1]
     assert isinstance(last, Finished)
-    assert last.report["dataset"]["train_size"] == 80
-    assert len(last.report["classes"]) == 10
-    price = last.report["privacy"]
-    assert (price["sampling_rate"], price["steps"]) == (0.1, 40)
+    assert last.report["data"]["train_size"] == 80
+    assert len(last.report["data"]["classes"]) == 10
+    price = last.report
     ran = TrainingEvent(0.1, 4.0, 40, "poisson", 10, overflow=overflow_of(1e-5))
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
@@ -343,7 +345,7 @@ def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> No
         with pytest.raises(InputError, match="changed while it was being read"):
             finish(train(elsewhere))
     assert not Path("run").exists()
-    size = finish(train(resolved)).report["dataset"]["train_size"]
+    size = finish(train(resolved)).report["data"]["train_size"]
     assert size == resolved.plan.facts.train_size
 
 
@@ -353,7 +355,7 @@ def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> No
 def published(run: str) -> dict[str, Any]:
     """What a run says of its records and network."""
     report = report_of(run)
-    return {name: report[name] for name in ("dataset", "model", "input", "classes", "privacy")}
+    return {name: report[name] for name in ("data", "network", "events", "epsilon", "sentences")}
 
 
 @pytest.mark.promise("reading")

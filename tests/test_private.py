@@ -49,9 +49,9 @@ def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Pa
         private.step()
     assert all(map(torch.equal, kept, private.model.parameters()))
     report = private.publish(tmp_path / "out").report
-    assert report["privacy"]["epsilon"] == private.epsilon
-    assert report["optimizer"] == optimizer
-    assert report["model"]["name"].endswith(":Sequential")
+    assert report["epsilon"] == private.epsilon
+    assert report["settings"]["optimizer"] == optimizer
+    assert report["network"]["name"].endswith(":Sequential")
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, private.model.state_dict()[name])
 
@@ -110,14 +110,14 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
     private = make_private(network(), "digits", **SETTINGS)
     list(islice(private, 2))
     report = private.publish(tmp_path / "out").report
-    assert report["hyperparameters"]["steps"] == 2
-    [event] = report["privacy"]["events"]
+    assert report["network"]["steps"] == 2
+    [event] = report["events"]
     assert event["steps"] == 2
     with pytest.raises(InputError, match="already contains a run"):
         private.publish(tmp_path / "out")
     private.step()
     again = private.publish(tmp_path / "out", force=True).report
-    assert again["privacy"]["epsilon"] > report["privacy"]["epsilon"]
+    assert again["epsilon"] > report["epsilon"]
 
 
 @pytest.mark.promise("failed")
@@ -132,7 +132,7 @@ def test_a_step_that_fails_is_paid_for(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(BudgetError, match="All 2 steps"):
         private.step()
     report = private.publish(tmp_path / "out").report
-    assert report["privacy"]["epsilon"] == private.epsilon
+    assert report["epsilon"] == private.epsilon
 
 
 @pytest.mark.promise("noise")

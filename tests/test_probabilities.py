@@ -94,22 +94,25 @@ def test_a_table_is_calibrated_by_one_command(tmp_path: Path) -> None:
         assert ("calibrated after the last step" in result.stdout) == (kind == "histogram")
         found[kind] = report_of(kind)
     calibrated, plain = found["histogram"], found["none"]
-    assert plain["calibration"] is None
+    assert plain["network"]["calibration"] is None
     # The training is the same but for the noise of its 98%.
-    assert calibrated["test"]["log_loss"] < plain["test"]["log_loss"] - 0.02
-    assert calibrated["test"]["log_loss"] < calibrated["test"]["constant_log_loss"]
-    assert calibrated["test"]["calibration_error"] < plain["test"]["calibration_error"] / 2
-    assert calibrated["privacy"]["epsilon"] <= 1
-    assert "1 histogram with noise multiplier" in calibrated["privacy"]["statement"]
+    assert calibrated["scores"]["log_loss"]["value"] < plain["scores"]["log_loss"]["value"] - 0.02
+    assert calibrated["scores"]["log_loss"]["value"] < calibrated["scores"]["log_loss"]["constant"]
+    assert (
+        calibrated["scores"]["calibration_error"]["value"]
+        < plain["scores"]["calibration_error"]["value"] / 2
+    )
+    assert calibrated["epsilon"] <= 1
+    assert "1 histogram with noise multiplier" in calibrated["sentences"]["guarantee"]
     # Evaluation, prediction and the card's code use the same numbers.
     shown = json.loads(dpmac("eval", "histogram", "--json").stdout)
-    assert shown["log_loss"] == pytest.approx(calibrated["test"]["log_loss"], rel=1e-6)
+    assert shown["log_loss"] == pytest.approx(calibrated["scores"]["log_loss"]["value"], rel=1e-6)
     assert dpmac("account", "histogram").exit_code == 0
 
 
 def test_predictions_have_calibrated_probabilities_and_the_decisions_of_the_network() -> None:
     finished = run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run")))
-    found = finished.report["calibration"]
+    found = finished.report["network"]["calibration"]
     assert found["slope"] != 1
     predictions = dpmac_cli.predict("run", patients(500, 2)[0])
     outputs = predictions.outputs
@@ -135,7 +138,7 @@ def test_the_code_of_a_card_computes_the_same_probabilities() -> None:
 
 def test_card_and_page_show_reliability_by_the_noisy_histogram() -> None:
     finished = run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run")))
-    found = finished.report["calibration"]
+    found = finished.report["network"]["calibration"]
     card = Path("run/model-card.md").read_text()
     [table] = re.findall(r"## Reliability of probabilities\n(.*?)\n## ", card, re.DOTALL)
     assert "Probabilities are those of `ill`." in table
@@ -275,19 +278,23 @@ def test_a_sample_of_many_records_is_counted_and_charged_as_one() -> None:
     assert rate_of(20, 500, 500) == rate_of(2, 10, 400) == 1
     settings: dict[str, Any] = {"epsilon": 8.0, "steps": 3, "batch_size": 64, "model": "linear"}
     report = run.finish(run.train(resolve(dataset=clinic(), seed=0, out="run", **settings))).report
-    steps, histogram = (TrainingEvent(**event) for event in report["privacy"]["events"])
+    steps, histogram = (TrainingEvent(**event) for event in report["events"])
     assert histogram == histogram_event(noise, 100 * noise / 3000)
-    assert report["privacy"]["epsilon"] == total_epsilon((steps, histogram), 1e-5)
-    assert report["privacy"]["epsilon"] <= 8
+    assert report["epsilon"] == total_epsilon((steps, histogram), 1e-5)
+    assert report["epsilon"] <= 8
     # The counts are those of all records, as far as the sample tells.
-    assert np.array(report["calibration"]["counts"]).sum() == pytest.approx(3000, abs=800)
-    assert report["calibration"]["noise"] == pytest.approx(noise / histogram.sampling_rate)
+    assert np.array(report["network"]["calibration"]["counts"]).sum() == pytest.approx(
+        3000, abs=800
+    )
+    assert report["network"]["calibration"]["noise"] == pytest.approx(
+        noise / histogram.sampling_rate
+    )
     rate = f"{histogram.sampling_rate:.4g}"
-    assert f"1 histogram at rate {rate} with noise multiplier" in report["privacy"]["statement"]
+    assert f"1 histogram at rate {rate} with noise multiplier" in report["sentences"]["guarantee"]
     card = Path("run/model-card.md").read_text()
     row = f"| histogram of the training records | 1 | poisson | {histogram.sampling_rate:.6g} |"
     assert row in card
-    assert "a random sample" in report["calibration"]["statement"]
+    assert "a random sample" in report["sentences"]["calibration"]
 
 
 @pytest.mark.promise("histogram")
@@ -296,10 +303,9 @@ def test_a_target_pays_for_steps_and_histogram_together() -> None:
     assert plan.histogram == histogram_event(noise_of_share(1.0, 1e-5, SHARE))
     assert 0.999 < total_epsilon(plan.planned, 1e-5) <= 1
     report = train_digits(**SHORT, out="run").report
-    events = tuple(TrainingEvent(**event) for event in report["privacy"]["events"])
+    events = tuple(TrainingEvent(**event) for event in report["events"])
     assert events == plan.planned
-    assert report["privacy"]["epsilon"] == total_epsilon(events, 1e-5)
-    assert report["privacy"]["epsilon_planned"] == report["privacy"]["epsilon"]
+    assert report["epsilon"] == total_epsilon(events, 1e-5)
 
 
 @pytest.mark.parametrize("asked", [{"epsilon": 1.0}, {"sigma": 6.0, "calibration": "histogram"}])
@@ -325,8 +331,8 @@ def test_a_given_noise_pays_for_a_histogram_in_addition() -> None:
         dataset="digits", sigma=6.0, calibration="histogram", steps=40, max_epsilon=0.4
     ).plan
     report = run.finish(run.train(short)).report
-    assert report["privacy"]["epsilon"] <= 0.4
-    assert [event["histogram"] for event in report["privacy"]["events"]] == [False, True]
+    assert report["epsilon"] <= 0.4
+    assert [event["histogram"] for event in report["events"]] == [False, True]
 
 
 # When it is charged, and how often.
@@ -365,10 +371,10 @@ def test_the_histogram_is_charged_before_training_records_are_read(
     events = [*run.resume("run")]
     assert any("is not calibrated" in note for note in events[0].notes)  # type: ignore[union-attr]
     report = events[-1].report  # type: ignore[union-attr]
-    assert report["calibration"] is None
-    assert report["privacy"]["epsilon"] <= 1
-    assert sum(event["histogram"] for event in report["privacy"]["events"]) == 1
-    assert report["test"]["accuracy"] is not None
+    assert report["network"]["calibration"] is None
+    assert report["epsilon"] <= 1
+    assert sum(event["histogram"] for event in report["events"]) == 1
+    assert report["scores"]["accuracy"]["value"] is not None
 
 
 @pytest.mark.promise("histogram")
@@ -376,8 +382,8 @@ def test_a_run_without_a_target_pays_for_both_after_a_kill(monkeypatch: pytest.M
     settings = SHORT | {"epsilon": None, "sigma": 6.0, "calibration": "histogram", "out": "run"}
     kill_at("training_histogram", digits_config(**settings), monkeypatch)
     report = run.finish(run.resume("run")).report
-    assert report["calibration"] is not None
-    assert sum(event["histogram"] for event in report["privacy"]["events"]) == 2
+    assert report["network"]["calibration"] is not None
+    assert sum(event["histogram"] for event in report["events"]) == 2
 
 
 @pytest.mark.promise("histogram")
@@ -389,10 +395,12 @@ def test_a_stored_histogram_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatc
     assert histograms("run") == 1
     report = run.finish(run.resume("run")).report
     assert histograms("run") == 1
-    assert sorted(event["histogram"] for event in report["privacy"]["events"]) == [False, True]
-    assert np.array(report["calibration"]["counts"]).ravel().tolist() == list(kept.counts)
-    assert report["privacy"]["epsilon"] <= 1
-    assert report["test"]["log_loss"] is not None
+    assert sorted(event["histogram"] for event in report["events"]) == [False, True]
+    assert np.array(report["network"]["calibration"]["counts"]).ravel().tolist() == list(
+        kept.counts
+    )
+    assert report["epsilon"] <= 1
+    assert report["scores"]["log_loss"]["value"] is not None
 
 
 @pytest.mark.promise("histogram")
@@ -416,20 +424,20 @@ def test_the_noise_of_a_histogram_is_not_that_of_anything_else() -> None:
 def test_more_epochs_are_counted_and_charged_again() -> None:
     first = train_digits(**SHORT, out="run").report
     more = run.finish(run.resume("run", {"steps": "14", "out": "longer"})).report
-    assert sum(event["histogram"] for event in more["privacy"]["events"]) == 2
-    assert more["calibration"]["counts"] != first["calibration"]["counts"]
-    assert more["privacy"]["epsilon"] > first["privacy"]["epsilon"]
+    assert sum(event["histogram"] for event in more["events"]) == 2
+    assert more["network"]["calibration"]["counts"] != first["network"]["calibration"]["counts"]
+    assert more["epsilon"] > first["epsilon"]
 
 
 def test_an_interrupted_run_is_calibrated_at_its_end_alone() -> None:
     asked = iter(range(100))
     stopped = run.finish(run.train(digits_config(**SHORT, out="run"), lambda: next(asked) >= 5))
     assert stopped.state == "interrupted"
-    assert stopped.report["calibration"] is None
+    assert stopped.report["network"]["calibration"] is None
     assert histograms("run") == 0
     finished = run.finish(run.resume("run"))
-    assert finished.report["calibration"] is not None
-    assert finished.report["privacy"]["epsilon"] <= 1
+    assert finished.report["network"]["calibration"] is not None
+    assert finished.report["epsilon"] <= 1
 
 
 # What it reads.
@@ -564,7 +572,7 @@ def test_a_person_with_a_thousand_records_counts_once() -> None:
     trainer = run_trainer(plan)
     assert counted(trainer).sum() == pytest.approx(2001, abs=0.2)
     found = run.finish(run.train(plan)).report
-    assert "in which each counts at most once" in found["calibration"]["statement"]
+    assert "in which each counts at most once" in found["sentences"]["calibration"]
 
 
 # What follows from it.
@@ -669,8 +677,8 @@ def test_few_records_and_a_class_that_nobody_has_end_in_a_model(records: int) ->
     y = np.zeros(records, int)
     data = dpmac_cli.ArrayData(x, y, x, y, classes=NAMES, low=0, high=1)
     report = run.finish(run.train(resolve(dataset=data, epsilon=1.0, out="run"))).report
-    assert report["calibration"]["slope"] > 0
-    assert math.isfinite(report["test"]["log_loss"])
+    assert report["network"]["calibration"]["slope"] > 0
+    assert math.isfinite(report["scores"]["log_loss"]["value"])
 
 
 class Lost(nn.Module):

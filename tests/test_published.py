@@ -71,10 +71,10 @@ def published_secrets(
         assert names(where) == PUBLIC_FILES
         leaks = {*secrets.found(where)}
         whole = finish(run.resume(where, {}))
-        assert [event["steps"] for event in whole.report["privacy"]["events"]] == [2, 2]
+        assert [event["steps"] for event in whole.report["events"]] == [2, 2]
         leaks |= {*secrets.found(where)}
         longer = finish(run.resume(where, {"steps": "6", "out": tmp_path / "longer"}))
-    assert [event["steps"] for event in longer.report["privacy"]["events"]] == [2, 2, 2]
+    assert [event["steps"] for event in longer.report["events"]] == [2, 2, 2]
     for each in (where, longer.folder):
         assert names(each) == PUBLIC_FILES
         leaks |= {*secrets.found(each)}

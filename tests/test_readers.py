@@ -65,7 +65,7 @@ def read_sounds(dataset: Declaration) -> Reading:
 
 def test_a_reader_of_a_program_is_one_function_and_one_registration() -> None:
     run = finish(train(resolve(dataset="sounds", classes="high,low", **QUICK)))
-    assert run.report["dataset"]["train_size"] + run.report["dataset"]["test_size"] == 40
+    assert run.report["data"]["train_size"] + run.report["data"]["test_size"] == 40
     found = predict("run", "sounds/low")
     assert found.records[:2] == ["1.wav", "11.wav"]
     assert found.probabilities.shape == (20, 2)

@@ -244,7 +244,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     some = Split(data.test.images[:100], data.test.labels[:100])
     *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
     assert isinstance(last, Finished)
-    assert last.report["privacy"]["steps"] == 2
+    assert last.report["events"][0]["steps"] == 2
 
 
 if __name__ == "__main__":

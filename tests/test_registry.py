@@ -134,9 +134,9 @@ def test_a_seventh_optimizer_is_in_help_training_report_and_comparison() -> None
     assert [line.rpartition(" ")[2] for line in said] == ["True", "False", "True"]
     report = report_of("run")
     expected = {"lr": 0.002, "clip_norm": 1.0, "beta1": 0.9, "beta2": 0.99}
-    assert report["optimizer"] == "dp-lion"
-    assert expected.items() <= report["hyperparameters"].items()
-    assert report["test"]["accuracy"] > 0.7
+    assert report["settings"]["optimizer"] == "dp-lion"
+    assert expected.items() <= report["settings"].items()
+    assert report["scores"]["accuracy"]["value"] > 0.7
 
 
 @pytest.mark.promise("mean")

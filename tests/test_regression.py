@@ -233,14 +233,14 @@ def test_a_number_is_predicted_in_its_own_units(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (said,) = re.findall(r"\ntest MAE ([\d.,]+) on \d+ samples", done.stdout)
     report = report_of(folder)
-    test = report["test"]
-    assert number(test["mae"]) == said
-    assert report["target"] == TASK.facts["target"]
-    assert test["mae_interval"][0] < test["mae"] < test["mae_interval"][1]
-    assert "range of the target" in json.dumps(report["privacy"]["computed_from_records"])
+    mae = report["scores"]["mae"]
+    assert number(mae["value"]) == said
+    assert report["data"]["target"] == TASK.facts["target"]
+    assert mae["low"] < mae["value"] < mae["high"]
+    assert "range of the target" in json.dumps(report["sentences"]["computed_from_records"])
     assert re.search(rf"MAE +{said}", dpmac("eval", folder).stdout)
     asked = dpmac("eval", folder, "--json").stdout
-    assert json.loads(asked)["target"] == report["target"]
+    assert json.loads(asked)["target"] == report["data"]["target"]
     assert f"MAE {said}" in dpmac("runs", tmp_path).stdout
     _check_predictions(folder, tmp_path)
 

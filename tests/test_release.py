@@ -28,6 +28,7 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint
+from dpmac_cli.runs.session import Update
 from tests.digits_runs import train_digits
 from tests.helpers import load_data
 from tests.typed import dpmac
@@ -107,7 +108,7 @@ def test_parameters_and_buffers_alone_are_published(
         assert WORDS not in content
     scored = dpmac("eval", str(finished.folder), "--model", f"{net}:build", "--json")
     assert scored.exit_code == 0, scored.stderr
-    assert json.loads(scored.stdout)["accuracy"] == finished.report["test"]["accuracy"]
+    assert json.loads(scored.stdout)["accuracy"] == finished.report["scores"]["accuracy"]["value"]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,8 @@ def test_what_cannot_be_published_is_refused_before_the_first_step(
 def test_images_are_prepared_as_the_header_says(
     run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edited(lambda t, f: f["input"].update(white=1, mean=[20.0], std=[0.02]))(run, file)
-    given = header(file)["input"]
+    edited(lambda t, f: f["data"]["records"].update(white=1, mean=[20.0], std=[0.02]))(run, file)
+    given = header(file)["data"]["records"]
     test = load_data("digits", run, CPU).test
     pixels = test.images.double() / given["white"]
     x = ((pixels - given["mean"][0]) / given["std"][0]).float()
@@ -167,17 +168,24 @@ def edited(
     return write
 
 
+def older(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    """As before the second format."""
+    del tensors
+    facts["schema_version"] = facts.pop("version")
+
+
 NOT_OURS = r"was not written by dpmac train, or was modified \("
 
 DAMAGED: tuple[tuple[Callable[[Path, Path], None], str], ...] = (
     (lambda run, file: safetensors.torch.save_file({"a": torch.zeros(2)}, file), NOT_OURS),
-    (edited(lambda t, f: f.update(schema_version=99)), "another version .*format 99.* Upgrade"),
-    (edited(lambda t, f: f.update(schema_version=1)), "another version.*read it with dpmac 0.3"),
-    (edited(lambda t, f: f["input"].update(std=[float("nan")])), f"{NOT_OURS}input.images.std"),
+    (edited(lambda t, f: f.update(version=99)), "a newer version .*format 99.* Upgrade"),
+    (edited(lambda t, f: f.update(version=1)), "an older version.* Train again"),
+    (edited(older), "an older version of dpmac. Train again"),
+    (edited(lambda t, f: f["data"]["records"].update(std=[float("nan")])), f"{NOT_OURS}data.rec"),
     (edited(lambda t, f: t.update({"3.bias": torch.full((10,), torch.nan)})), "contains NaN"),
-    (edited(lambda t, f: f.update(classes=["\x1b[31m"])), NOT_OURS),
+    (edited(lambda t, f: f["data"].update(classes=["\x1b[31m"])), NOT_OURS),
     (edited(lambda t, f: t.__delitem__("3.bias")), "3.bias: missing in the file, expected"),
-    (edited(lambda t, f: f["model"].update(name="vit")), "does not support the model 'vit'"),
+    (edited(lambda t, f: f["network"].update(name="vit")), "does not support the model 'vit'"),
 )
 
 
@@ -267,20 +275,20 @@ def test_records_are_not_held_out_again_to_score_a_file_alone(file: Path, tmp_pa
 @pytest.mark.promise("validated")
 def test_the_weights_that_are_scored_are_published() -> None:
     done = train_digits(ema=0.9, steps=12, lr=0.05)
-    assert score(done.folder).result.loss == pytest.approx(done.report["test"]["loss"], rel=1e-6)
+    assert score(done.folder).result.loss == pytest.approx(done.report["scores"]["loss"], rel=1e-6)
 
 
 @pytest.mark.promise("price")
 def test_the_planned_epsilon_in_another_folder_includes_the_resumed_run() -> None:
     first = train_digits(out="run", steps=5)
     changed = {"steps": "60", "sigma": "8", "out": "longer"}
-    *_, last = running.resume(first.folder, changed, stop=lambda: True)
+    *_, shown, last = running.resume(first.folder, changed, stop=lambda: True)
+    assert isinstance(shown, Update)
     assert isinstance(last, Finished)
-    privacy = last.report["privacy"]
-    before, part = (TrainingEvent(**event) for event in privacy["events"])
-    whole = total_epsilon((before, replace(part, steps=55)), privacy["delta"])
+    before, part = (TrainingEvent(**event) for event in last.report["events"])
+    whole = total_epsilon((before, replace(part, steps=55)), last.report["delta"])
     assert part.steps < 55
-    assert privacy["epsilon_planned"] == pytest.approx(whole, rel=1e-9)
+    assert shown.planned == pytest.approx(whole, rel=1e-9)
 
 
 def test_keywords_of_a_program_take_precedence_over_its_flags(

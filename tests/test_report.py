@@ -2,6 +2,10 @@
 
 import copy
 import json
+import runpy
+import shlex
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,11 +20,11 @@ from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import Finished, privacy
+from dpmac_cli.release.publish import Finished, guarantee_of
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
-from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
+from tests.digits_runs import RATE, SIGMA, metrics_of, report_of, train_digits
 from tests.typed import dpmac
 
 
@@ -38,18 +42,19 @@ def report(finished: Finished) -> dict[str, Any]:
 
 @pytest.mark.promise("price")
 def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
-    price = report["privacy"]
-    event = EVENT
-    assert price["private"] is True
-    assert price["epsilon"] == price["epsilon_planned"] == total_epsilon((event,), 1e-5)
-    assert (price["noise_multiplier"], price["delta"], price["steps"]) == (SIGMA, 1e-5, 24)
-    assert price["sampling_rate"] == RATE
-    assert (price["sampler"], price["adjacency"]) == ("poisson", "add-or-remove-one")
-    assert price["accountant"] == accountant_name("pld")
-    assert "Connect-the-Dots" in price["accountant"]
-    assert version("dp-accounting") in price["accountant"]
-    assert "24 Poisson-sampled steps" in price["statement"]
-    assert "were not saved" in price["seed_policy"]["statement"]
+    [event], sentences = report["events"], report["sentences"]
+    assert report["epsilon"] == total_epsilon((EVENT,), 1e-5)
+    assert (event["noise_multiplier"], report["delta"], event["steps"]) == (SIGMA, 1e-5, 24)
+    assert event["sampling_rate"] == RATE
+    assert event["sampler"] == "poisson"
+    assert sentences["adjacency"].startswith("add-or-remove-one: adding or removing any one")
+    assert sentences["accountant"] == accountant_name("pld")
+    assert "Connect-the-Dots" in sentences["accountant"]
+    assert version("dp-accounting") in sentences["accountant"]
+    assert report["environment"]["dp-accounting"] == version("dp-accounting")
+    assert "24 Poisson-sampled steps" in sentences["guarantee"]
+    assert "were not saved" in sentences["seeds"]
+    assert report["seeded"] is False
 
 
 @pytest.mark.promise("price")
@@ -63,11 +68,12 @@ def test_every_epsilon_of_a_run_is_at_the_delta_that_was_given(delta: float, cov
     trained, tested = TrainingEvent(RATE, SIGMA, 13), TrainingEvent(1.0, 8.0, 1, records="test")
     parts = (trained, tested) if covered else (trained,)
     whole = total_epsilon(parts, delta)
-    found = report_of("run")["privacy"]
-    assert (found["epsilon"], found["epsilon_planned"], found["delta"]) == (whole, whole, delta)
+    found = report_of("run")
+    assert (found["epsilon"], found["delta"]) == (whole, delta)
     if covered:
-        of = [found["covered_scores"][name] for name in ("epsilon_of_training", "epsilon")]
-        assert of == [total_epsilon((part,), delta) for part in parts]
+        of_training, of_scores = (format_epsilon(total_epsilon((p,), delta)) for p in parts)
+        said = f"Training costs epsilon {of_training}, the scores {of_scores}."
+        assert said in found["sentences"]["covered_scores"]
     *first, last = metrics_of("run")
     assert (last["epsilon"], last["delta"]) == (whole, delta)
     for line in first:
@@ -76,7 +82,7 @@ def test_every_epsilon_of_a_run_is_at_the_delta_that_was_given(delta: float, cov
     assert len(first) == 1
     shown, again = format_epsilon(whole), dpmac("account", "run").stdout
     assert f"epsilon {shown} at delta {delta:g}" in done.stdout
-    for text in (found["statement"], Path("run", "model-card.md").read_text(), again):
+    for text in (found["sentences"]["guarantee"], Path("run", "model-card.md").read_text(), again):
         assert f"({shown}, {format_epsilon(delta)})-differential privacy" in text
 
 
@@ -87,11 +93,14 @@ def spent(steps: int, seeded: bool = False) -> Account:
 @pytest.mark.promise("said")
 def test_a_given_seed_is_admitted_and_not_told() -> None:
     config = resolve({"dataset": "digits", "seed": 918273645, "sigma": SIGMA}).plan
-    found = privacy(DescribedRun(config, spent(steps=1, seeded=True)))
-    assert found.seed_policy.given is True
-    for text in (found.seed_policy.statement, found.statement):
-        assert "only against those who do not" in text
-    assert "918273645" not in found.model_dump_json()
+    found = guarantee_of(DescribedRun(config, spent(steps=1, seeded=True)))
+    assert found["seeded"] is True
+    for topic in ("seeds", "guarantee"):
+        assert "only against those who do not" in found["sentences"][topic]
+    assert "918273645" not in repr(found)
+    run = train_digits(seed=918273645).folder
+    for name in ("report.json", "config.yaml", "model.safetensors"):
+        assert b"918273645" not in (run / name).read_bytes()
 
 
 # Read again.
@@ -108,32 +117,42 @@ def altered(report: dict[str, Any], change: Callable[[dict[str, Any]], object]) 
 
 
 WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "control characters": ("dataset.name: control", lambda v: v["dataset"].update(name="\x1b")),
-    "epsilon below 0": ("privacy.epsilon: ", lambda v: v["privacy"].update(epsilon=-1.0)),
-    "private without delta": ("contradict", lambda v: v["privacy"].update(delta=None)),
+    "control characters": ("data.name: control", lambda v: v["data"].update(name="\x1b")),
+    "epsilon below 0": ("epsilon: ", lambda v: v.update(epsilon=-1.0)),
+    "private without delta": ("contradict", lambda v: v.update(delta=None)),
+    "private, and not": ("contradict", lambda v: v["settings"].update(no_dp=True)),
+    "control characters in a setting": (
+        "optimizer has control",
+        lambda v: v["settings"].update(optimizer="\x1b[31m"),
+    ),
     "an epsilon of a baseline": (
         "an epsilon without noise",
         lambda v: (
-            v["privacy"].update(private=False, delta=None),
-            v["privacy"]["events"][0].update(noise_multiplier=0),
+            v.update(delta=None),
+            v["settings"].update(no_dp=True),
+            v["events"][0].update(noise_multiplier=0),
         ),
     ),
-    "no events": ("privacy.events: ", lambda v: v["privacy"].update(events=[])),
+    "no events": ("events: ", lambda v: v.update(events=[])),
     "unknown sampler": (
         "sampler: is not one of poisson, random-allocation",
-        lambda v: v["privacy"]["events"][0].update(sampler="dice"),
+        lambda v: v["events"][0].update(sampler="dice"),
     ),
     "event with another key": (
-        "privacy.events.0.batch: Unexpected",
-        lambda v: v["privacy"]["events"][0].update(batch=3),
+        "events.0.batch: Unexpected",
+        lambda v: v["events"][0].update(batch=3),
     ),
     "newer": (
-        "another version of dpmac (format 3; this version reads 2). Upgrade dpmac.",
-        lambda v: v.update(schema_version=3),
+        "a newer version of dpmac (format 3; this version reads 2). Upgrade dpmac.",
+        lambda v: v.update(version=3),
     ),
     "older": (
-        "another version of dpmac (format 1; this version reads 2). Train again, or read it with",
-        lambda v: v.update(schema_version=1),
+        "was written by an older version of dpmac. Train again, or read it with that version.",
+        lambda v: v.update(version=1),
+    ),
+    "older, by another key": (
+        "was written by an older version of dpmac. Train again, or read it with that version.",
+        lambda v: v.update(schema_version=v.pop("version")),
     ),
 }
 
@@ -181,10 +200,60 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
     found = list(objects(schema))
     assert found
     for part in found:
-        assert set(part["required"]) <= part["properties"].keys()
+        assert set(part.get("required", ())) <= part["properties"].keys()
         for name, described in part["properties"].items():
             assert "$ref" in described or described["description"].endswith("."), name
 
 
 def test_a_report_is_as_described(report: dict[str, Any]) -> None:
     assert [fault.message for fault in Draft202012Validator(REPORT).iter_errors(report)] == []
+
+
+# The page that explains them.
+
+
+def block(kind: str) -> str:
+    """The block of code of a kind on the page of the report."""
+    page = str(runpy.run_path(str(DOCS / "generate.py"))["REPORT"])
+    return page.split(f"```{kind}\n")[1].split("```", maxsplit=1)[0]
+
+
+def assert_like(example: Any, value: Any, place: str) -> None:
+    """What an example has is in a report, too, with a value of the same type."""
+    if isinstance(example, dict):
+        for name, part in example.items():
+            assert name in value, f"{place}.{name}"
+            assert_like(part, value[name], f"{place}.{name}")
+    elif isinstance(example, list) and value:
+        assert_like(example[0], value[0], f"{place}[]")
+    else:
+        assert type(example) is type(value), place
+
+
+def test_the_example_of_the_page_has_the_keys_of_a_report(report: dict[str, Any]) -> None:
+    example = json.loads(block("json"))
+    assert list(example) == [name for name in report if name in example]
+    assert example.keys() == report.keys()
+    assert_like(example, report, "")
+
+
+def test_the_lines_for_jq_on_the_page_say_what_the_report_says(finished: Finished) -> None:
+    jq = shutil.which("jq")
+    if jq is None:
+        pytest.skip("jq is not installed")
+    report, shown = finished.report, dict[str, str]()
+    for line in block("sh").splitlines():
+        command, *words = shlex.split(line.partition(" #")[0])
+        assert (command, words[-1]) == ("jq", "run/report.json")
+        called = [jq, *words[:-1], str(finished.folder / "report.json")]
+        shown[words[-2]] = subprocess.check_output(called, text=True).strip()
+    accuracy, sentences = report["scores"]["accuracy"], report["sentences"]
+    assert float(shown[".epsilon"]) == report["epsilon"]
+    assert float(shown[".scores.accuracy.value"]) == accuracy["value"]
+    assert json.loads(shown[".scores.accuracy | [.low, .high]"]) == [
+        accuracy["low"],
+        accuracy["high"],
+    ]
+    assert shown[".sentences.guarantee"] == sentences["guarantee"]
+    assert shown[".sentences.not_covered[]"].splitlines() == list(sentences["not_covered"])
+    assert not {"", "null"} & {*shown.values()}

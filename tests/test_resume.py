@@ -64,13 +64,13 @@ def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
     started, *_, last = run.resume(Path("killed"), {})
     assert isinstance(started, Started)
     assert isinstance(last, Finished)
-    before, after = (each.report["privacy"]["epsilon"] for each in (whole, last))
+    before, after = (each.report["epsilon"] for each in (whole, last))
     assert before < after
     [note] = [note for note in started.notes if "counted twice" in note]
     said = f"{format_epsilon(before)} -> {format_epsilon(after)}"
     assert note == f"2 of 21 steps are counted twice: epsilon {said}."
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [10, 13]
-    assert last.report["hyperparameters"]["steps"] == STEPS
+    assert [event["steps"] for event in last.report["events"]] == [10, 13]
+    assert last.report["network"]["steps"] == STEPS
 
 
 def test_only_steps_of_the_last_part_are_counted_twice() -> None:
@@ -130,10 +130,9 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     assert isinstance(started, Started)
     assert isinstance(last, Finished)
     assert last.state == "finished"
-    spent = last.report["privacy"]
-    assert 0.9 < spent["epsilon"] <= spent["epsilon_planned"] <= 1
+    assert 0.9 < last.report["epsilon"] <= 1
     steps = 34 if sampler == "poisson" else 8 + 24
-    assert last.report["hyperparameters"]["steps"] == steps
+    assert last.report["network"]["steps"] == steps
     what = "2 of 36 steps are" if sampler == "poisson" else "1 of 3 epochs is"
     end = f"training ends after step {steps}, to stay within the budget."
     assert f"{what} counted twice: {end}" in started.notes
@@ -158,7 +157,7 @@ def test_a_resumed_run_has_the_noise_that_it_began_with(
     assert f"# Noise multiplier sigma: {sigma!r}\n" in asked
     monkeypatch.setattr("dpmac_cli.config.plan.calibrate_noise", lambda *_, **__: 100.0)
     last = finish(run.resume(Path("run"), {} if out == "run" else {"out": out, "steps": "40"}))
-    *events, histogram = last.report["privacy"]["events"]
+    *events, histogram = last.report["events"]
     assert [event["noise_multiplier"] for event in events] == [sigma, sigma]
     assert histogram["histogram"]
     kept = Path(out, folder.CONFIG).read_text()
@@ -198,7 +197,7 @@ def test_a_record_has_one_place_in_each_epoch_that_is_counted(
     for epoch in parts:
         places = Counter(record for batch in epoch for record in batch)
         assert set(places.values()) == {1}
-    events = [TrainingEvent(**event) for event in last.report["privacy"]["events"]]
+    events = [TrainingEvent(**event) for event in last.report["events"]]
     assert sum(event.compositions for event in events) == 4
 
 
@@ -307,8 +306,8 @@ def test_a_resume_into_another_folder_reuses_no_draw(
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
     assert not set(draws.batches[before:]) & set(draws.batches[:before])
-    after = finished.report["hyperparameters"]["steps"] - 20
-    assert [event["steps"] for event in finished.report["privacy"]["events"]] == [21, after]
+    after = finished.report["network"]["steps"] - 20
+    assert [event["steps"] for event in finished.report["events"]] == [21, after]
 
 
 @pytest.mark.promise("price")
@@ -316,9 +315,9 @@ def test_a_smaller_delta_covers_the_random_places_of_the_run_before() -> None:
     """Which had as few as 1e-5 allows."""
     first = finish(run.train(start(out="run")))
     tiny = {"steps": "25", "delta": "1e-17", "out": "second"}
-    assert finish(run.resume(first.folder, tiny)).report["privacy"]["epsilon"] is None
+    assert finish(run.resume(first.folder, tiny)).report["epsilon"] is None
     alone = finish(run.train(start(out="alone", delta="1e-17")))
-    assert alone.report["privacy"]["epsilon"] < 100
+    assert alone.report["epsilon"] < 100
 
 
 @pytest.mark.promise("resume")
@@ -332,13 +331,13 @@ def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
         TrainingEvent(RATE, 8.0, 19, "poisson", 12, overflow=overflow_of(1e-5)),
         TrainingEvent(RATE, 8.0, 10, "poisson", 12, overflow=overflow_of(1e-5)),
     )
-    price = third.report["privacy"]
+    price = third.report
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
-    assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
+    assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["epsilon"]
     lines = read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
-    assert all(line["epsilon"] > second.report["privacy"]["epsilon"] for line in lines[-2:])
-    assert "noise multiplier 6 and 29" in price["statement"]
+    assert all(line["epsilon"] > second.report["epsilon"] for line in lines[-2:])
+    assert "noise multiplier 6 and 29" in price["sentences"]["guarantee"]
     assert contents(first.folder) == before
     assert {first.folder, second.folder, third.folder} == set(map(Path, ("run", "second", "third")))
 
@@ -346,12 +345,12 @@ def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
 @pytest.mark.promise("resume")
 def test_a_budget_covers_what_a_run_in_another_folder_inherits() -> None:
     first = finish(run.train(start(out="run")))
-    spent = first.report["privacy"]["epsilon"]
+    spent = first.report["epsilon"]
     budget = round(1.2 * spent, 4)
     flags = {"steps": "60", "max_epsilon": str(budget), "out": "longer"}
     last = finish(run.resume(first.folder, flags))
     assert last.state == "budget-spent"
-    assert spent < last.report["privacy"]["epsilon"] <= budget
+    assert spent < last.report["epsilon"] <= budget
 
 
 @pytest.mark.promise("resume")
@@ -374,7 +373,7 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
     state = checkpoint.read(Path("run")).record.state.model_dump()
     assert state.keys() == {"step", "kappa_star"}
     finished = finish(run.resume(Path("run"), {}))
-    assert finished.report["machine"]["physical_batch"] == 100
+    assert finished.report["settings"]["physical_batch"] == 100
 
 
 @pytest.mark.promise("resume")

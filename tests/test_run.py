@@ -17,6 +17,7 @@ from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.release.prediction import score
+from dpmac_cli.release.sentences import SENTENCES
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs import trainer as engine
@@ -51,11 +52,11 @@ def test_metrics_have_a_line_an_epoch_and_an_epsilon_that_never_falls() -> None:
     assert [line["epoch"] for line in lines] == [1, 2, 2.5]
     prices = [line["epsilon"] for line in lines]
     assert prices == sorted(prices)
-    assert prices[-1] == finished.report["privacy"]["epsilon"]
-    assert lines[-1]["test_accuracy"] == finished.report["test"]["accuracy"]
+    assert prices[-1] == finished.report["epsilon"]
+    assert lines[-1]["test_accuracy"] == finished.report["scores"]["accuracy"]["value"]
     for line in lines:
         exact = total_epsilon((TrainingEvent(RATE, SIGMA, line["step"]),), 1e-5)
-        assert exact <= line["epsilon"] <= finished.report["privacy"]["epsilon"]
+        assert exact <= line["epsilon"] <= finished.report["epsilon"]
 
 
 # Repeatable, or secret
@@ -77,19 +78,20 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
     monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", watch)
     finished = train_digits(epsilon=0.1, recipe="paper", physical_batch=32)
     (mechanism,) = mechanisms
-    assert mechanism.noise_multiplier == finished.report["privacy"]["noise_multiplier"]
+    assert mechanism.noise_multiplier == finished.report["events"][0]["noise_multiplier"]
     assert mechanism.expected_batch == 128
 
 
 @pytest.mark.promise("target")
 def test_a_run_stops_before_its_budget_is_passed() -> None:
     events, finished = train_events(digits_config(epochs=2, max_epsilon=0.2))
-    price = finished.report["privacy"]
+    price = finished.report
     assert isinstance(events[0], Started)
     assert events[0].steps < events[0].plan.event.steps
     assert finished.state == finished.report["state"] == "budget-spent"
-    assert price["epsilon"] <= 0.2 < price["epsilon_planned"]
-    assert total_epsilon((TrainingEvent(RATE, SIGMA, price["steps"] + 1),), 1e-5) > 0.2
+    assert price["epsilon"] <= 0.2
+    more = TrainingEvent(RATE, SIGMA, price["events"][0]["steps"] + 1)
+    assert total_epsilon((more,), 1e-5) > 0.2
     assert metrics_of(finished.folder)[-1]["epsilon"] == price["epsilon"]
     assert published(finished.folder) == PUBLIC_FILES
     modes = {(finished.folder / name).stat().st_mode & 0o777 for name in PUBLIC_FILES}
@@ -101,7 +103,8 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
 @pytest.mark.promise("target")
 def test_chunks_change_neither_the_price_nor_the_noise() -> None:
     whole, chunked = (train_digits(seed=1, physical_batch=size) for size in (1024, 13))
-    assert whole.report["privacy"] == chunked.report["privacy"]
+    for name in ("events", "epsilon", "delta", "risk", "seeded", "secure", "sentences"):
+        assert whole.report[name] == chunked.report[name]
     one, other = weights(whole.folder), weights(chunked.folder)
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
@@ -116,13 +119,12 @@ def test_a_stop_ends_the_run_with_everything_written() -> None:
     report = finished.report
     assert finished.state == report["state"] == "interrupted"
     # The last line's price is the report's to the bit, wherever the run was stopped.
-    assert metrics_of(finished.folder)[-1]["epsilon"] == report["privacy"]["epsilon"]
-    assert (report["privacy"]["steps"], metrics_of(finished.folder)[-1]["step"]) == (2, 2)
-    assert report["privacy"]["epsilon"] == total_epsilon((TrainingEvent(RATE, SIGMA, 2),), 1e-5)
-    assert report["privacy"]["epsilon"] < report["privacy"]["epsilon_planned"]
+    assert metrics_of(finished.folder)[-1]["epsilon"] == report["epsilon"]
+    assert (report["events"][0]["steps"], metrics_of(finished.folder)[-1]["step"]) == (2, 2)
+    assert report["epsilon"] == total_epsilon((TrainingEvent(RATE, SIGMA, 2),), 1e-5)
     assert published(finished.folder) == PUBLIC_FILES
     result = score(finished.folder, None, None, "cpu").result
-    assert result.accuracy == report["test"]["accuracy"]
+    assert result.accuracy == report["scores"]["accuracy"]["value"]
 
 
 #: Words for what was computed from the training records without noise, and for seeds.
@@ -131,31 +133,24 @@ SUSPICIOUS = re.compile(
 )
 #: What holds such a word and may be published: public, post-noise, or of the test set.
 PUBLIC = {
-    "dataset.train_size",
-    "hyperparameters.batch_size",
-    "input.mean",
-    "input.std",
-    "machine.physical_batch",
-    "model.fix_norm",
-    "privacy.accountant",
-    "privacy.sampler",
-    "privacy.sampling_rate",
-    "privacy.randomness.statement",
-    "privacy.risk.statement",
-    "privacy.seed_policy.given",
-    "privacy.seed_policy.statement",
-    "privacy.statement",
+    "data.records.mean",
+    "data.records.standardised",
+    "data.records.std",
+    "data.train_size",
+    "environment.dp-accounting",
+    "network.trained",
+    "scores.log_loss.constant",
+    "scores.log_loss.value",
+    "scores.loss",
+    "scores.samples",
+    "seeded",
+    "settings.batch_size",
+    "settings.loss",  # its name
+    "settings.physical_batch",
+    "settings.sampler",
     "state",
-    "test.loss",
-    "test.log_loss",
-    "test.constant_log_loss",
-    "recipe.loss",  # its name
-    "recipe.shares",
-    "test.samples",
     "test_loss",
     "test_samples",
-    "timings.training_seconds",
-    "versions.dp-accounting",
 }
 
 
@@ -171,10 +166,10 @@ def leaves(value: Any, path: str = "") -> list[str]:
 def test_nothing_unnoised_has_a_name_in_the_files(optimizer: str) -> None:
     finished = train_digits(optimizer=optimizer, seed=SEED)
     names = {*leaves(finished.report), *leaves(metrics_of(finished.folder)[0])}
-    answers = {f"statement.{name}" for name in finished.report["statement"]}
-    assert {name for name in names if name.startswith("statement.")} == answers
-    names -= answers
+    names -= {name for name in names if name.startswith("sentences.")}
     assert {name for name in names if SUSPICIOUS.search(name)} <= PUBLIC
+    topics = {topic for topic, _, _ in SENTENCES} | {"guarantee", "risk", "unit", "adjacency"}
+    assert finished.report["sentences"].keys() <= topics | {"accountant", "computed_from_records"}
 
 
 # Files are whole or not there, and nothing is overwritten by surprise.

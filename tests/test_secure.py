@@ -28,8 +28,8 @@ NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0
 
 
 def randomness(finished: Finished) -> Mapping[str, Any]:
-    entry: Mapping[str, Any] = finished.report["privacy"]["randomness"]
-    return entry
+    report = finished.report
+    return {"secure": report["secure"], "statement": report["sentences"]["randomness"]}
 
 
 # What it chooses.
@@ -80,7 +80,7 @@ def test_a_resume_into_another_folder_that_changes_secure_tells_it() -> None:
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
     assert randomness(first) == {"secure": False, "statement": PLAINLY}
     second = finish(run.resume(Path("run"), {"secure": True, "out": "second"}))
-    assert [event["steps"] for event in second.report["privacy"]["events"]] == [5, 4]
+    assert [event["steps"] for event in second.report["events"]] == [5, 4]
     assert randomness(second) == {"secure": False, "statement": BOTH_WAYS}
     third = finish(run.resume(Path("second"), {"steps": "12", "out": "third"}))
     assert randomness(third) == {"secure": False, "statement": BOTH_WAYS}

@@ -110,7 +110,7 @@ def start(**flags: Any) -> Any:
 
 
 def counted(report: Any, records: str = "training") -> int:
-    events = report["privacy"]["events"]
+    events = report["events"]
     return sum(event["steps"] for event in events if event["records"] == records)
 
 
@@ -159,7 +159,7 @@ def test_epsilon_is_never_below_what_was_spent(
             if "edited or damaged" in str(failure):
                 (where / folder.CONFIG).unlink()  # as the message says
         if ended is not None:
-            assert ended.report["privacy"]["epsilon"] >= truth.epsilon() * (1 - 1e-9)
+            assert ended.report["epsilon"] >= truth.epsilon() * (1 - 1e-9)
             if not lost:
                 released = len(truth.released)
                 assert released <= counted(ended.report) <= released + kills
@@ -206,11 +206,11 @@ def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     part = ledger.Ledger(run=RUN, earlier=spent.past, event=spent.event, base=12, begun=14)
     part.record()
     stopped = finish(run.resume(RUN, {}, after(1)))
-    assert stopped.report["hyperparameters"]["steps"] == 13
-    assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [15, 2, 1]
+    assert stopped.report["network"]["steps"] == 13
+    assert [event["steps"] for event in stopped.report["events"]] == [15, 2, 1]
     last = finish(run.resume(RUN, ELSEWHERE))
-    assert [event["steps"] for event in last.report["privacy"]["events"]][:3] == [15, 2, 1]
-    assert last.report["privacy"]["epsilon"] >= killed.epsilon() * (1 - 1e-9)
+    assert [event["steps"] for event in last.report["events"]][:3] == [15, 2, 1]
+    assert last.report["epsilon"] >= killed.epsilon() * (1 - 1e-9)
 
 
 @pytest.mark.promise("ledger")

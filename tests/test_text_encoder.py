@@ -405,10 +405,10 @@ def trained(data: InMemoryData | str | None = None, **more: Any) -> dict[str, An
 @pytest.mark.parametrize("part", rest_long(["lora", "norm", "all"]))
 def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
     report = trained(file_of_notes(), train=part)
-    public = report["model"]["public_part"]
-    assert public["train"] == part
-    assert (PARTS[part] in public["statement"]) == (part != "all")
-    assert ("trained further" in public["statement"]) == (part == "all")
+    said = report["sentences"]["features"]
+    assert report["settings"]["train"] == part
+    assert (PARTS[part] in said) == (part != "all")
+    assert ("trained further" in said) == (part == "all")
     found, inner = load_file("run/model.safetensors"), set[str]()
     for name, before in load_file("encoder/model.safetensors").items():
         if "pooler" not in name and not torch.equal(found[f"frozen.network.{name}"], before):
@@ -416,9 +416,9 @@ def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
     assert inner
     assert all("Norm" in name for name in inner) or part != "norm"
     count = load_model("run").model
-    assert public["trained_parameters"] <= sum(p.numel() for p in count.parameters())
+    assert report["network"]["trained"] <= sum(p.numel() for p in count.parameters())
     Path("encoder").rename("elsewhere")  # the model has what it needs
-    assert score("run").result.accuracy == report["test"]["accuracy"]
+    assert score("run").result.accuracy == report["scores"]["accuracy"]["value"]
     texts = [text for text, _ in notes(3, seed=4)]
     together = predict("run", texts).probabilities
     alone = [predict("run", [text]).probabilities[0] for text in texts]
@@ -478,5 +478,5 @@ def test_a_folder_of_every_family_trains_two_steps(family: str, part: str) -> No
     write_network(Path("encoder"), family)
     data = some_notes(40)
     report = trained(data, train=part, steps=2)
-    assert report["privacy"]["steps"] == 2
-    assert score("run", data).result.accuracy == report["test"]["accuracy"]
+    assert report["events"][0]["steps"] == 2
+    assert score("run", data).result.accuracy == report["scores"]["accuracy"]["value"]

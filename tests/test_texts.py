@@ -98,7 +98,7 @@ def test_a_model_is_published_without_its_encoder_which_is_found_again() -> None
         predict("run", "new.csv")
     assert "was trained on features of the public network encoder (SHA-256" in str(caught.value)
     assert "Add --public with the folder of its encoder" in str(caught.value)
-    assert score("run", public="elsewhere").result.accuracy == report["test"]["accuracy"]
+    assert score("run", public="elsewhere").result.accuracy == report["scores"]["accuracy"]["value"]
     assert np.array_equal(predict("run", "new.csv", public="elsewhere").probabilities, expected)
 
 

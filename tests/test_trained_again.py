@@ -81,8 +81,8 @@ def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
     [note] = [note for note in second.notes if "trained privately before" in note]
     assert "those steps too (4)" in note
     report = second.publish(tmp_path / "out").report
-    assert report["privacy"]["epsilon"] == pytest.approx(second.epsilon, rel=1e-3)
-    assert [e["noise_multiplier"] for e in report["privacy"]["events"]] == [6, 4]
+    assert report["epsilon"] == pytest.approx(second.epsilon, rel=1e-3)
+    assert [e["noise_multiplier"] for e in report["events"]] == [6, 4]
     assert "noise multiplier 6" in (tmp_path / "out/model-card.md").read_text()
 
 
@@ -419,7 +419,7 @@ def test_a_seed_of_earlier_training_is_said_at_every_door(tmp_path: Path) -> Non
     report = private.publish(tmp_path / "loop").report
     card = (tmp_path / "loop" / "model-card.md").read_text()
     said = [step.statement, private.statement, *step.notes[-1:], *private.notes[-1:]]
-    said += [report["privacy"]["seed_policy"]["statement"], " ".join(card.split())]
+    said += [report["sentences"]["seeds"], " ".join(card.split())]
     assert all(SEED_GIVEN in text for text in said)
     unseeded = make_private(network(), "digits", **SETTINGS)
     assert not unseeded._account.seeded
@@ -460,7 +460,7 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     private = trained(network(), optimizer="dp-macadam")
     private.publish(tmp_path / "out")
     facts = json.loads((tmp_path / "out/report.json").read_text())
-    assert facts["privacy"]["events"]
+    assert facts["events"]
     config = resolve(SETTINGS, dataset="digits", model="linear").plan
     from dpmac_cli import finish, train  # noqa: PLC0415
 
@@ -473,12 +473,10 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
 @pytest.mark.promise("again")
 def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Finished) -> None:
     header: Any = loaded(finished.folder).header
-    done, policy = header.privacy, header.privacy.seed_policy
     for seeded in (True, False):
-        part = policy.model_copy(update={"given": seeded})
-        [event] = done.events
+        [event] = header.events
         more = event.first(event.steps + 1)
-        told = done.model_copy(update={"seed_policy": part, "events": (event, more)})
-        found = _account(told, "0")
+        told = header.model_copy(update={"seeded": seeded, "events": (event, more)})
+        found = _account(told)
         assert found.seeded == seeded
         assert found.own == (event, more)

@@ -21,6 +21,7 @@ from scipy.stats import chisquare, kstest
 
 from dpmac_cli import files, progress
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import tune as command
 from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.config.plan import Plan
@@ -127,7 +128,7 @@ def test_only_the_best_trial_is_left(
     draws: list[int], trained: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = finish(carry_out_search(space()))
-    assert (done.folder, done.report["test"]["accuracy"]) == (OUT, max(SCORES[:3]))
+    assert (done.folder, done.report["scores"]["accuracy"]["value"]) == (OUT, max(SCORES[:3]))
     assert len(trained.rates) == len(set(trained.rates)) == 3  # as many as were drawn
     assert draws == [3]
     assert_only_the_winner_is_left(max(SCORES[:3]))
@@ -407,21 +408,23 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchSpa
 def test_the_report_charges_the_whole_search(published: tuple[Path, SearchSpace]) -> None:
     run, of = published
     report = report_of(run)
-    privacy, whole = report["privacy"], of.epsilon
-    one = of.search.trial_epsilon(1e-5)
-    assert privacy["epsilon"] == whole > one == privacy["search"]["epsilon_of_a_trial"]
+    whole, one = of.epsilon, of.search.trial_epsilon(1e-5)
+    assert report["epsilon"] == whole > one
+    assert f"One trial alone costs epsilon {format_epsilon(one)}." in report["sentences"]["search"]
     lines = metrics_of(run)
     assert {line["epsilon"] for line in lines} == {whole}
-    assert lines[-1]["test_accuracy"] == report["test"]["accuracy"]  # the score that decided
+    assert (
+        lines[-1]["test_accuracy"] == report["scores"]["accuracy"]["value"]
+    )  # the score that decided
     rows, stored, again = recount(run, Question())
     assert stored == again == rows[0].epsilon == whole
     assert isinstance(rows[0].done, Search)
-    (first, *_) = privacy["risk"]["epsilons"]
-    assert (first["delta"], first["epsilon"]) == (1e-5, whole)
+    (first, *_) = report["risk"]["epsilons"]
+    assert first == [1e-5, whole]
     card = (run / folder.CARD).read_text()
     for said in ("best of a random number K", "lr=0.1:1", "Covered: epsilon"):
         assert said in card
-    assert "whole search" in privacy["statement"]
+    assert "whole search" in report["sentences"]["guarantee"]
 
 
 def test_what_is_published_does_not_tell_the_number_of_trials(
@@ -429,18 +432,16 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
 ) -> None:
     run, of = published
     report = report_of(run)
-    search, trials = report["privacy"]["search"], of.search.trials
-    assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
-    known = {"mean_trials", "most_trials", "epsilon_of_a_trial", "space"}
-    assert set(search) == known | {"candidates", "statement"}
+    search, trials = report["search"], of.search.trials
+    assert search["trials"] == {"mean": trials.mean, "most": trials.most}
+    assert set(search) == {"trials", "space", "candidates"}
     assert not (run / folder.CHECKPOINTS).exists()
 
 
 def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, SearchSpace]) -> None:
     """The first trial of a process is slower: times would tell whether it won."""
     run, _ = published
-    timings = report_of(run)["timings"]
-    assert timings == {"training_seconds": None}
+    assert report_of(run)["environment"]["seconds"] is None
     assert {line["seconds"] for line in metrics_of(run)} == {None}
 
 

@@ -202,16 +202,13 @@ def test_a_run_names_its_unit_everywhere() -> None:
     )
     assert result.exit_code == 0, result.output
     report = report_of("run")
-    units = report["dataset"]["train_size"]
+    units = report["data"]["train_size"]
     assert f"{units} units" in result.output
-    assert report["privacy"]["unit"] == {
-        "name": "unit with all of its training records",
-        "told_by": "patient",
-        "records_in_a_step": 2,
-    }
+    assert report["sentences"]["unit"] == "unit with all of its training records"
+    assert (report["data"]["unit"], report["settings"]["records_per_unit"]) == ("patient", 2)
     said = "Adding or removing any one unit with all of its training records"
-    assert report["privacy"]["statement"].startswith(said)
-    assert "The number of units is public" in report["privacy"]["statement"]
+    assert report["sentences"]["guarantee"].startswith(said)
+    assert "The number of units is public" in report["sentences"]["guarantee"]
     card = Path("run/model-card.md").read_text()
     assert said in card
     assert "given by `patient`" in card
@@ -223,7 +220,7 @@ def test_a_run_names_its_unit_everywhere() -> None:
     again = dpmac("eval", "run", "--json")
     assert again.exit_code == 0, again.output
     interval = json.loads(again.stdout)["intervals"]["accuracy"]  # of units, too
-    assert interval == report["test"]["accuracy_interval"]
+    assert interval == [report["scores"]["accuracy"][end] for end in ("low", "high")]
     assert re.search(r"\d+ held-out samples of \d+ units", dpmac("eval", "run").output)
 
 

@@ -58,7 +58,7 @@ def of_report(run: Path) -> set[str]:
     facts += leaves(yaml.safe_load((run / "config.yaml").read_text()))
     facts += [str(run), (run / "config.yaml").read_text()]
     # Numbers of test records by class, and of those that are right.
-    counts = report["test"].get("confusion") or []
+    counts = report["scores"].get("confusion") or []
     facts += [*map(sum, counts), *map(sum, zip(*counts, strict=True))]
     facts.append(sum(row[place] for place, row in enumerate(counts)))
     # Shares of records by their noisy histogram, which the report has.
@@ -147,7 +147,7 @@ def test_every_number_that_one_sees_is_the_report_s(trained: tuple[Path, str]) -
 
 
 def covered_in(run: Path) -> bool:
-    return report_of(run)["privacy"]["covered_scores"] is not None
+    return bool(report_of(run)["settings"]["cover_scores"])
 
 
 def test_eval_and_runs_say_what_the_report_says(trained: tuple[Path, str]) -> None:
@@ -155,18 +155,21 @@ def test_eval_and_runs_say_what_the_report_says(trained: tuple[Path, str]) -> No
     report = report_of(run)
     [listed] = json.loads(dpmac("runs", run.parent, "--json").stdout)["runs"]
     for name in ("epsilon", "delta"):
-        assert listed[name] == report["privacy"][name]
-    assert listed["score"] == report["test"][METRICS[listed["metric"]].key]
+        assert listed[name] == report[name]
+    assert listed["score"] == report["scores"][METRICS[listed["metric"]].key]["value"]
     assert listed["state"] == report["state"]
     if covered_in(run):
         return
     scored = json.loads(dpmac("eval", run, "--json").stdout)
     for metric in METRICS.values():
         if metric.key in scored:
-            assert scored[metric.key] == pytest.approx(report["test"][metric.key])
-        if f"{metric.key}_interval" in report["test"]:
-            interval = report["test"][f"{metric.key}_interval"]
-            assert scored["intervals"][metric.key] == pytest.approx(interval)
-    for name in ("samples", "confusion", "constant_accuracy", "constant_mae"):
+            score = report["scores"][metric.key]
+            assert scored[metric.key] == pytest.approx(score["value"])
+            if "low" in score:
+                ends = [score["low"], score["high"]]
+                assert scored["intervals"][metric.key] == pytest.approx(ends)
+            if metric.constant in scored:
+                assert scored[metric.constant] == score["constant"]
+    for name in ("samples", "confusion", "interval_coverage"):
         if name in scored:
-            assert scored[name] == report["test"][name]
+            assert scored[name] == report["scores"][name]

@@ -660,4 +660,6 @@ def test_a_quantile_covers_its_share_of_the_test_records(level: float, tmp_path:
         )
         list(private)
         report = private.publish(tmp_path / optimizer).report
-        assert abs(report["test"]["at_or_below"] - level) < 0.03, json.dumps(report["test"])
+        assert abs(report["scores"]["at_or_below"]["value"] - level) < 0.03, json.dumps(
+            report["scores"]
+        )

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
@@ -53,30 +53,42 @@ class Attack:
     """Highest probability of an alarm if the record was trained on."""
     #: No bound holds for all rates, because delta allows rare alarms that are always right.
     posteriors: tuple[Share, ...]
-    """For each of the priors, the highest probability that the record was trained on, given an
-    alarm at this false positive rate or a higher one."""
+    """For prior probabilities of 0.01, 0.1 and 0.5, the highest probability that the record was
+    trained on, given an alarm at this false positive rate or a higher one."""
+
+
+#: A bound in a report, null if it is infinite.
+Bound = Annotated[
+    float,
+    Field(ge=0, allow_inf_nan=True),
+    BeforeValidator(lambda value: math.inf if value is None else value),
+    PlainSerializer(finite_or_none, return_type=float | None),
+]
 
 
 @dataclass(frozen=True)
 class Risk:
-    """Bounds on what an attacker can learn about one record, or one unit of privacy.
+    """Upper bounds on what an attacker who sees everything that is released can learn.
 
-    Attributes:
-        attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
-        mu: smallest mu, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian DP
-            minus ``least_delta``; infinite if there is none.
-        least_delta: the smallest delta for which mu holds.
-        epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
-        noiseless: whether any part was trained without noise.
-        unit: unit of privacy, in words.
+    They are about one record, or one unit of privacy.
     """
 
-    attacks: tuple[Attack, ...]
-    mu: float
-    least_delta: float
-    epsilons: tuple[tuple[float, float], ...]
+    __pydantic_config__: ClassVar = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
+    attacks: Annotated[tuple[Attack, ...], Field(max_length=len(FALSE_POSITIVE_RATES))]
+    """Bounds on membership attacks, one for each of some false positive rates."""
+    mu: Bound
+    """Smallest mu, to 0.1%, such that the trade-off curve is above that of mu-Gaussian DP, less
+    least_delta. Null if there is none."""
+    least_delta: Share
+    """The smallest delta for which mu holds."""
+    epsilons: Annotated[tuple[tuple[Share, Bound], ...], Field(max_length=3)]
+    """Pairs of delta and epsilon, at delta 1e-5, 1e-6 and 1/n^1.1. Epsilon is null if there is
+    none."""
     noiseless: bool
+    """Whether any part was trained without noise."""
     unit: str
+    """Unit of privacy, in words."""
 
     @property
     def stated(self) -> float:
@@ -95,17 +107,9 @@ class Risk:
         return f"{who} detects a given {unit} with probability at most {most}."
 
     def values(self) -> dict[str, Any]:
-        """Return the bounds as JSON values; infinity becomes null."""
-        return {
-            "statement": self.statement,
-            "priors": list(PRIORS),
-            "attacks": [{**vars(a), "posteriors": list(a.posteriors)} for a in self.attacks],
-            "gaussian_mu": finite_or_none(self.mu),
-            "gaussian_mu_down_to_delta": self.least_delta,
-            "epsilons": [
-                {"delta": d, "epsilon": finite_or_none(epsilon)} for d, epsilon in self.epsilons
-            ],
-        }
+        """Return the bounds as JSON values, as in a report; infinity becomes null."""
+        values: dict[str, Any] = TypeAdapter(Risk).dump_python(self, mode="json")
+        return values
 
 
 @functools.lru_cache(maxsize=accountants.REMEMBERED)

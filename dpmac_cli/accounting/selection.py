@@ -22,7 +22,9 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import ConfigDict, Field
 
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
@@ -49,16 +51,16 @@ class Trials:
     It is the logarithmic distribution, a truncated negative binomial of shape 0, limited to at most
     ``most`` trials. At least one trial is run.
 
-    Attributes:
-        mean: mean of K, from 2 to 1,000.
-        most: largest value of K, above the mean.
-
     Raises:
         InputError: lists every invalid number.
     """
 
-    mean: float
-    most: int
+    __pydantic_config__: ClassVar = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
+    mean: Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
+    """Mean of the secret number K of trials."""
+    most: Annotated[int, Field(ge=1, le=LONGEST * MOST_MEAN)]
+    """Largest number of trials, above the mean."""
 
     def __post_init__(self) -> None:
         errors = []
@@ -126,16 +128,17 @@ class Search:
     Every candidate is the events of a trial with some settings: its steps, and its covered scores.
     Settings are part of a trial's output, and drawn without looking at the records. So a trial
     costs at most as much as the most expensive candidate, at every epsilon.
-
-    Attributes:
-        trials: distribution of their number.
-        candidates: events of a trial, one item for each kind.
-        space: settings that were drawn, as typed.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
     trials: Trials
-    candidates: tuple[tuple[TrainingEvent, ...], ...]
+    """Distribution of the number of trials."""
+    candidates: Annotated[tuple[tuple[TrainingEvent, ...], ...], Field(min_length=1)]
+    """What a trial may do to the records, by its settings: steps, and a covered score. Epsilon can
+    be recomputed from these, the number of trials and delta."""
     space: tuple[str, ...] = ()
+    """Settings that were drawn at random for each trial, as typed."""
 
     @property
     def noiseless(self) -> bool:

@@ -93,6 +93,18 @@ def search_statement(epsilon: float, delta: float, search: Search, unit: str = R
     )
 
 
+def unit_of(*, covered: bool, several: bool) -> str:
+    """Return the unit of privacy in words.
+
+    Args:
+        covered: whether scores are covered, and so test records, too.
+        several: whether a unit may have several records.
+    """
+    if covered:
+        return COVERED_UNIT if several else COVERED_RECORD
+    return UNIT if several else RECORD
+
+
 def short(unit: str) -> str:
     """Return a short name of a unit of privacy: "unit", "training record" or "record"."""
     return {RECORD: RECORD, COVERED_RECORD: "record"}.get(unit, "unit")

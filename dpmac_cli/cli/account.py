@@ -20,7 +20,7 @@ from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
-from dpmac_cli.accounting.statements import format_epsilon, meaning
+from dpmac_cli.accounting.statements import format_epsilon, meaning, unit_of
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
@@ -300,18 +300,19 @@ def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
     report = late.report.read_report(path)
-    privacy, search = report.privacy, report.privacy.trials
+    events, search = report.events, report.search
     if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:
         raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")
-    events, own_delta = privacy.events, privacy.delta or DELTA
+    own_delta = report.delta or DELTA
     delta = asked.delta if "delta" in asked.explicit else own_delta
-    size, unit = report.dataset.train_size, privacy.unit.name
+    size, data = report.data.train_size, report.data
+    unit = unit_of(covered=report.settings.cover_scores or False, several=bool(data.unit))
     rows = [
         replace(price(events, delta, name, unit, search), dataset_size=size)
         for name in USED[asked.accountant]
     ]
-    stored = math.inf if privacy.epsilon is None else privacy.epsilon
-    return rows, stored, epsilon_of(search or events, own_delta)
+    stored = math.inf if report.epsilon is None else report.epsilon
+    return rows, stored, epsilon_of(report.done, own_delta)
 
 
 def _with_risk(row: Row) -> Row:
@@ -334,7 +335,9 @@ def _judge(stored: float, again: float) -> None:
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values; infinity becomes null."""
     values = {name: value for name, value in vars(row).items() if name not in ASIDE}
-    found: dict[str, Any] = {} if row.risk is None else {"risk": row.risk.values()}
+    found = dict[str, Any]()
+    if row.risk is not None:
+        found["risk"] = {**row.risk.values(), "statement": row.risk.statement}
     if row.search is not None:
         found["search"] = {
             **vars(row.search.trials),

@@ -208,7 +208,7 @@ def shown(
                     screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
                 elif report is not None:
                     metric = METRICS[run.plan.settings.metric]
-                    value = report["test"].get(metric.key)
+                    value = report["scores"].get(metric.key, {}).get("value")
                     score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
                     screen.print(Text(f"{ended}/{len(missing)}  {run.name}{score}"))
                 yield number, failure

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.cli.console import ATTENTION, bar, print_private_notes
 from dpmac_cli.cli.options import stop
 from dpmac_cli.config.plan import Plan
@@ -25,7 +26,6 @@ from dpmac_cli.errors import (
     explain_os_error,
 )
 from dpmac_cli.progress import Computing, heard_by
-from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
@@ -206,64 +206,64 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
 
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it."""
-    test, scores, chosen = report["test"], report["privacy"]["covered_scores"], METRICS[metric]
-    value = test[chosen.key]
-    if scores and value is None:
+    scores, chosen = report["scores"], METRICS[metric]
+    covered, value = report["settings"]["cover_scores"], scores[chosen.key]["value"]
+    if covered and value is None:
         yield Text("no test score was released: the run ended before its last step", ATTENTION)
         return
-    counted = "units" if scores and report["privacy"]["unit"]["told_by"] else "samples"
+    counted = "units" if covered and report["data"]["unit"] else "samples"
     shown = (chosen.text(value), "bold")
-    size = f" on {test['samples']:,} {counted}"
-    yield Text.assemble(f"test {chosen.title} ", shown, size, _beside(test, chosen))
+    size = f" on {scores['samples']:,} {counted}"
+    yield Text.assemble(f"test {chosen.title} ", shown, size, _beside(scores, chosen))
     for other in METRICS.values():
-        if other != chosen and (beside := _beside(test, other)):
-            yield Text(f"test {other.title} {other.text(test[other.key])}{beside}")
-    if (coverage := test.get("interval_coverage")) is not None:
+        if other != chosen and (beside := _beside(scores, other)):
+            yield Text(f"test {other.title} {other.text(scores[other.key]['value'])}{beside}")
+    if (coverage := scores.get("interval_coverage")) is not None:
         yield Text(f"test targets in their intervals of 90%: {percent_or_dash(coverage)}")
-    if len(report["classes"]) == 2 and (sensitivity := test.get("sensitivity")):
-        both = zip(report["classes"], map(percent_or_dash, sensitivity), strict=True)
+    classes = report["data"]["classes"]
+    if len(classes) == 2 and (sensitivity := scores.get("sensitivity")):
+        both = zip(classes, map(percent_or_dash, sensitivity), strict=True)
         yield Text(f"test sensitivity {', '.join(f'{share} of {name}' for name, share in both)}")
-    if scores:
-        low, high = map(chosen.text, test["interval"])
+    if covered:
+        low, high = map(chosen.text, scores["interval"])
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
         )
 
 
-def _beside(test: Mapping[str, Any], metric: EvaluationMetric) -> str:
+def _beside(scores: Mapping[str, Any], metric: EvaluationMetric) -> str:
     """Return what a metric is for a constant prediction, in words; "" if it is not in a report."""
-    constant = test.get(metric.constant)
+    constant = scores.get(metric.key, {}).get("constant")
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 
 def summary(event: Finished, metric: str) -> Iterator[Text]:
     """Yield the result of a run: its score, its privacy cost, its files, and what to do next."""
     report, where = event.report, event.folder
-    privacy = report["privacy"]
+    settings, sentences = report["settings"], report["sentences"]
     yield from score_lines(report, metric)
-    point = report["operating_point"]
-    if point and (privacy["covered_scores"] or point["asked"] != MOST_LIKELY):
-        yield Text(point["statement"])
-    if privacy["private"]:
+    point = report["network"]["operating_point"]
+    if point and (settings["cover_scores"] or point["asked"] != MOST_LIKELY):
+        yield Text(sentences["operating_point"])
+    if report["delta"] is not None:
         yield Text.assemble(
             "privacy ",
-            (f"epsilon {statements.format_epsilon(privacy['epsilon'])}", "bold"),
-            f" at delta {privacy['delta']:g} "
-            f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
+            (f"epsilon {statements.format_epsilon(report['epsilon'])}", "bold"),
+            f" at delta {report['delta']:g} ({ADJACENCY}, {settings['sampler']} sampling)",
         )
-        yield Text(privacy["risk"]["statement"])
-        if privacy["seed_policy"]["given"]:
+        yield Text(sentences["risk"])
+        if report["seeded"]:
             yield Text("with --seed: no privacy against anyone who knows the seed", ATTENTION)
     else:
         yield NO_PRIVACY
-    if report["audit"]:
-        yield Text(sentences.AUDIT_RUN, style="bold red")
+    if "audit_run" in sentences:
+        yield Text(sentences["audit_run"], style="bold red")
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT, folder.ADAPTER)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
         # Exact scores of records that covered scores protect would undo that.
-        unaudited = "card" if privacy["covered_scores"] else "eval"
-        score = folder.command("eval --audit" if report["audit"] else unaudited, where)
+        unaudited = "card" if settings["cover_scores"] else "eval"
+        score = folder.command("eval --audit" if "canaries" in settings else unaudited, where)
         yield Text(f"next: {score}, dpmac report {where}", style="dim")
 
 

@@ -97,7 +97,7 @@ def _is_run(where: Path) -> bool:
             return True
         # Any report, also one that cannot be read, so that what it cost is not overlooked.
         report = loads((where / folder.REPORT).read_bytes())
-        return {"schema_version", "privacy"} <= set(report)
+        return folder.is_report(report)
     return False
 
 
@@ -122,18 +122,18 @@ def _facts(where: Path) -> dict[str, Any]:
 def _reported(where: Path) -> dict[str, Any]:
     """Return the facts in the report of a run. Raises ``DAMAGE``."""
     report = late.report.read_report(where)
-    privacy, (metric, score) = report.privacy, report.score
+    metric, score = report.score
     return {
         "state": report.state,
-        "dataset": report.dataset.name,
-        "optimizer": report.optimizer,
-        "private": privacy.private,
-        "epsilon": privacy.epsilon,
-        "delta": privacy.delta,
+        "dataset": report.data.name,
+        "optimizer": report.settings.optimizer,
+        "private": report.private,
+        "epsilon": report.epsilon,
+        "delta": report.delta,
         "metric": metric.name,
-        "score": score,
-        "seeded": privacy.seed_policy.given,
-        "audit": report.audit is not None,
+        "score": score.value,
+        "seeded": report.seeded,
+        "audit": report.settings.canaries is not None,
     }
 
 

@@ -69,6 +69,7 @@ def tune(
             stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
-    chosen = (f"{n} {v:g}" for n, v in finished.report["hyperparameters"].items())
+    settings = finished.report["settings"]
+    chosen = (f"{dimension.name} {settings[dimension.name]}" for dimension in space.dimensions)
     screen.print(*late.display.summary(finished, space.plans[0].settings.metric), sep="\n")
     screen.print(Text(f"settings of the best trial: {', '.join(chosen)}"))

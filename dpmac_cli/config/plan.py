@@ -14,7 +14,7 @@ from dpmac_cli.accounting.calibration import calibrate_noise, noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event, score_event
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.selection import Search
-from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT, short
+from dpmac_cli.accounting.statements import short, unit_of
 from dpmac_cli.config.datasets import Dataset
 from dpmac_cli.config.encoders import TextEncoder, read_encoder
 from dpmac_cli.config.facts import DataFacts
@@ -102,9 +102,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """Return the unit of privacy in words."""
-        if self.settings.cover_scores:
-            return COVERED_UNIT if self.facts.unit else COVERED_RECORD
-        return UNIT if self.facts.unit else RECORD
+        return unit_of(covered=self.settings.cover_scores, several=bool(self.facts.unit))
 
     @property
     def account_unit(self) -> tuple[str, str]:

@@ -190,8 +190,8 @@ def read_weights(
         )
     try:
         facts = json.loads(header[MODEL_HEADER])
-        trained_on, own = str(facts["dataset"]["name"]), facts["dataset"]["own"]
-        start = (facts["model"].get("public_part") or {}).get("pretrained")
+        trained_on, own = str(facts["data"]["name"]), facts["data"]["own"]
+        start = facts["settings"].get("pretrained")
     except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
         return PublicWeights(path, found, tensors)
     return PublicWeights(path, found, tensors, trained_on, published=not own and start is None)

@@ -24,8 +24,7 @@ from dpmac_cli.accounting.accountants import (
 from dpmac_cli.accounting.events import Count, TrainingEvent, merged
 from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import SCHEMA_VERSION, parse_file
-from dpmac_cli.release.report_privacy import Events
+from dpmac_cli.release.report import FORMAT, Events, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 
@@ -131,7 +130,7 @@ class Audit(Part):
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **self.model_dump()}
+        return {"version": FORMAT, "canaries": len(self.coins), **self.model_dump()}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.libraries import jinja2, markdown_it, torch
 from dpmac_cli.release.plots import as_svg, course, reliability, trade_offs
-from dpmac_cli.release.report import Report, read_report
+from dpmac_cli.release.report import Report, Score, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.calibration import Reliability
@@ -47,13 +47,11 @@ def run_page(run: Path) -> str:
     Raises InputError if it has no card, report or metrics.
     """
     card, report = without_front_matter(answered_card(run, {})), read_report(run)
-    privacy = report.privacy
     points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
-    if privacy.delta is not None:
-        unit, search = privacy.unit.name, privacy.trials
-        row = price(privacy.events, privacy.delta, unit=unit, search=search)
+    if report.delta is not None:
+        row = price(report.events, report.delta, search=report.search)
         pictures["What any membership attack can reach"] = trade_offs([row])
     if bins := _reliability(report):
         pictures["Reliability of probabilities"] = reliability(bins)
@@ -154,25 +152,43 @@ def model_card(report: Report, model: "nn.Module") -> str:
     It begins with :func:`front_matter`.
     """
     template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
+    trained = [event for event in report.events if event.trains]
+    recipe = {name: getattr(report.settings, name) for name in RECIPE_DEFAULTS}
     return front_matter(report) + template.render(
-        report.values(),
+        {**report.values(), "settings": report.settings},
+        private=report.private,
         metric=metric,
         task=report.task,
         continues=bool(report.task.network),
         score=score,
-        score_interval=getattr(report.test, f"{metric.key}_interval"),
         largest=_largest(report),
         reliability=_reliability(report),
         most_classes=MOST_CLASSES,
         percent=percent_or_dash,
         number=number,
-        network=model if _is_plain(model) else None,
-        recipe_defaults=RECIPE_DEFAULTS,
+        plain=model if _is_plain(model) else None,
+        epochs=report.network.steps / trained[-1].steps_per_epoch,
+        sampler=trained[-1].sampler,
+        parts=_parts(report),
+        recipe={n: v for n, v in recipe.items() if v is not None and v != RECIPE_DEFAULTS[n]},
         no_privacy=statements.NO_PRIVACY,
         to_be_filled_in=OPEN,
         open_questions=QUESTIONS,
         samplers=SAMPLERS,
     )
+
+
+def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
+    """Return the events of a run in the order of its card, and what each is."""
+    trained = [event for event in report.events if event.trains]
+    counts = [event for event in report.events if event.histogram]
+    tested = [event for event in report.events if event.records == "test"]
+    names = [f"before {number}" for number in range(1, len(trained))]
+    return [
+        *zip([*names, "this model"], trained, strict=True),
+        *(("histogram of the training records", event) for event in counts),
+        *(("test scores", event) for event in tested),
+    ]
 
 
 #: Kinds of records and of tasks as the tags of a repository page name them.
@@ -197,34 +213,35 @@ def front_matter(report: Report) -> str:
     They are those of the report: its scores that are known, with epsilon. The license is left to
     the owner of the model.
     """
+    scores = {metric: getattr(report.scores, metric.key, None) for metric in report.task.metrics}
     known = {
-        metric: value
-        for metric in report.task.metrics
-        if isinstance(value := getattr(report.test, metric.key, None), int | float)
+        metric: score.value
+        for metric, score in scores.items()
+        if isinstance(score, Score) and score.value is not None
     }
     measured = [
         {"type": metric.key, "name": f"test {metric.title}", "value": value}
         for metric, value in known.items()
     ]
-    privacy, name = report.privacy, report.dataset.name
-    if privacy.delta is not None and privacy.epsilon is not None:
-        at = f"epsilon at delta {statements.format_epsilon(privacy.delta)}"
-        if privacy.seed_policy.given:
+    data = report.data
+    if report.delta is not None and report.epsilon is not None:
+        at = f"epsilon at delta {statements.format_epsilon(report.delta)}"
+        if report.seeded:
             at += KNOWN_SEED
-        measured.append({"type": "epsilon", "name": at, "value": privacy.epsilon})
-    target = "classes" if report.target is None else report.target.kind
-    pipeline = PIPELINES.get((report.input.kind, target), "other")
+        measured.append({"type": "epsilon", "name": at, "value": report.epsilon})
+    target = "classes" if data.target is None else data.target.kind
+    pipeline = PIPELINES.get((data.records.kind, target), "other")
     facts: dict[str, Any] = {
         "library_name": "dpmac",
-        "tags": ["differential-privacy"] if privacy.private else ["no-privacy"],
+        "tags": ["differential-privacy"] if report.private else ["no-privacy"],
         "metrics": [metric.key for metric in known],
         "model-index": [
             {
-                "name": f"{report.model.name} on {name}",
+                "name": f"{report.network.name} on {data.name}",
                 "results": [
                     {
                         "task": {"type": pipeline},
-                        "dataset": {"name": name, "type": name},
+                        "dataset": {"name": data.name, "type": data.name},
                         "metrics": measured,
                     }
                 ],
@@ -233,8 +250,8 @@ def front_matter(report: Report) -> str:
     }
     if pipeline != "other":
         facts["pipeline_tag"] = pipeline
-    if not report.dataset.own:  # a repository has no private data
-        facts["datasets"] = [name]
+    if not data.own:  # a repository has no private data
+        facts["datasets"] = [data.name]
     text = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)
     return f"{FENCE}# license: to be chosen by the owner of the model\n{text}{FENCE}"
 
@@ -246,8 +263,8 @@ def without_front_matter(card: str) -> str:
 
 def _largest(report: Report) -> str:
     """Return the class that most test records have, as code in a cell; words if it is not known."""
-    counts = [sum(row) for row in getattr(report.test, "confusion", None) or ()]
-    return _as_code(report.classes[counts.index(max(counts))]) if counts else "that class"
+    counts = [sum(row) for row in getattr(report.scores, "confusion", None) or ()]
+    return _as_code(report.data.classes[counts.index(max(counts))]) if counts else "that class"
 
 
 def _is_plain(model: "nn.Module") -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.statements import short
+from dpmac_cli.accounting.statements import short, unit_of
 from dpmac_cli.config import networks as registry
 from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.encoders import (
@@ -37,7 +37,6 @@ from dpmac_cli.models import weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
 from dpmac_cli.release.report import Facts, parse_file
-from dpmac_cli.release.report_privacy import Privacy
 from dpmac_cli.runs import folder
 from dpmac_cli.training.carried_accounts import attach
 
@@ -110,13 +109,13 @@ def load_model(
     reference = _network(file, facts, factory, network)
     features = _features(file, facts, public)
     _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
-    trained = getattr(facts.model.public_part, "train", None)
+    trained = facts.settings.train
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
         facts.signature,
         seed=0,
-        fix_norm=facts.model.fix_norm,
+        fix_norm=facts.settings.fix_norm or False,
         features=features,
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
@@ -131,7 +130,7 @@ def load_model(
     if isinstance(model, FrozenFeatures):
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
-    attach(model, _account(facts.privacy, facts.checksum))
+    attach(model, _account(facts))
     reader = _text_reader(file, tensors, features)
     return Released(model.to(device).eval(), kept, file, facts, reader)
 
@@ -144,7 +143,7 @@ def _add_public_weights(
     public: Path | str | None,
 ) -> None:
     """Load the weights that features are computed with, which the file names. Raises InputError."""
-    part, network = facts.model.public_part, model.get_submodule("frozen")
+    known, network = facts.features, model.get_submodule("frozen")
     if isinstance(features, TextEncoder):
         found, head = encoder_weights(features), None
     elif isinstance(features, registry.Backbone):
@@ -152,9 +151,9 @@ def _add_public_weights(
         network, head = network.get_submodule("network"), registry.BACKBONES[features.kind].head
     else:
         return
-    if part is not None and found.sha256 != part.sha256:
+    if known is not None and found.sha256 != known.sha256:
         raise InputError(
-            f"{file} was trained on public weights with the SHA-256 {part.sha256}, but that of "
+            f"{file} was trained on public weights with the SHA-256 {known.sha256}, but that of "
             f"{found.path} is {found.sha256}. {ELSEWHERE}"
         )
     for _ in found.adopted_by(network, head):
@@ -165,8 +164,7 @@ def _backbone_weights(
     file: Path, facts: Facts, kind: str, public: Path | str | None
 ) -> weights.PublicWeights:
     """Read the weights of a backbone. Raises InputError."""
-    part = facts.model.public_part
-    if public is None and (part is None or part.pretrained is None):
+    if public is None and facts.settings.pretrained is None:
         return public_weights(kind)
     return weights.read_weights(_place_of(file, facts, "pretrained", public))
 
@@ -182,8 +180,8 @@ def _place_of(file: Path, facts: Facts, setting: str, public: Path | str | None)
         place = Path(folder.settings(file.parent)[setting])
         if place.exists():
             return place
-    part = facts.model.public_part
-    name, sha256 = ("", "") if part is None else (part.pretrained or part.backbone, part.sha256)
+    sha256 = None if facts.features is None else facts.features.sha256
+    name = facts.settings.pretrained or facts.settings.backbone
     raise InputError(
         f"{file} was trained on features of the public network {name} (SHA-256 {sha256}), which is "
         f"not part of the file. {ELSEWHERE}"
@@ -212,16 +210,17 @@ def _check_size(
         )
 
 
-def _account(done: Privacy, checksum: str) -> Account:
+def _account(facts: "Header") -> Account:
     """Return the account that a model file tells of; training it further adds to it."""
+    unit = unit_of(covered=facts.settings.cover_scores or False, several=bool(facts.data.unit))
     return Account(
-        others=done.events,
-        delta=done.delta or 0.0,
-        unit=(short(done.unit.name), done.unit.told_by or ""),
-        seeded=done.seed_policy.given,
-        secure=done.randomness.secure,
-        searched=done.search is not None,
-        number=checksum,
+        others=facts.events,
+        delta=facts.delta or 0.0,
+        unit=(short(unit), facts.data.unit or ""),
+        seeded=facts.seeded,
+        secure=facts.secure,
+        searched=facts.search is not None,
+        number=facts.checksum,
     )
 
 
@@ -268,16 +267,16 @@ def _network(
     file: Path, facts: Facts, factory: str | None, network: Network | None
 ) -> registry.BuiltIn | registry.UserModel | Network:
     """Return the network to build. Raises ModelError."""
-    named = registry.parse_model(facts.model.name)
+    named = registry.parse_model(facts.network.name)
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
             return named
-        raise ModelError(f"{file}: this version does not support the model '{facts.model.name}'.")
+        raise ModelError(f"{file}: this version does not support the model '{facts.network.name}'.")
     if network is not None:
         return network
     if factory is None:
         raise ModelError(
-            f"{file} has a user-supplied network, {facts.model.name}, which is not imported "
+            f"{file} has a user-supplied network, {facts.network.name}, which is not imported "
             "automatically. If you trust it, add --model FILE.py:FACTORY; in a program, pass "
             f"network= with an instance of {named.factory}, a function that builds one, or the "
             f"class itself, or factory='FILE.py:{named.factory}'."
@@ -287,23 +286,24 @@ def _network(
 
 def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.Features | None:
     """Return the fixed features that the network takes. Raises InputError and ModelError."""
-    part = facts.model.public_part
-    if part is None or (named := part.backbone or part.features) is None:
+    settings, known = facts.settings, facts.features
+    if known is None or (settings.backbone or settings.features) is None:
         return None
-    if part.encoder is not None:
-        config, causal = _encoder(file, part.encoder), facts.task.network is not None
-        if part.train != "head":  # the file has the whole network
+    named = known.name
+    if known.encoder is not None:
+        config, causal = _encoder(file, known.encoder), facts.task.network is not None
+        if settings.train != "head":  # the file has the whole network
             whole = TextEncoder(named, config, weight_bytes=file.stat().st_size)
-            return whole.of(facts.input, causal=causal)
+            return whole.of(facts.data.records, causal=causal)
         found = _encoder_of(file, facts, named, public)
         if found.config != config:
             raise InputError(
                 f"{file} was trained on another encoder or tokenizer than {found.folder}. "
                 f"{ELSEWHERE}"
             )
-        return replace(found, kind=named).of(facts.input)
-    if named in registry.BACKBONES and part.backbone_size is not None:
-        return registry.Backbone(named, part.backbone_size, part.backbone_flips)
+        return replace(found, kind=named).of(facts.data.records)
+    if named in registry.BACKBONES and settings.backbone_size is not None:
+        return registry.Backbone(named, settings.backbone_size, settings.backbone_flips or False)
     if named in registry.FEATURES:
         return registry.fixed_features(named)
     raise ModelError(

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +33,6 @@ from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.report import Facts
-from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.resolve import settings_of_data
@@ -97,9 +95,9 @@ def score(
         result=_evaluated(released.model, facts, on_device(data, where)),
         dataset=known.name,
         path=file,
-        covered=facts.privacy.covered_scores is not None,
+        covered=facts.settings.cover_scores or False,
         held_out=known.held_out,
-        point="" if facts.operating_point is None else facts.operating_point.statement,
+        point=str(facts.sentences.get("operating_point", "")),
     )
 
 
@@ -107,10 +105,10 @@ def _check_fits(released: Released, known: DataFacts) -> None:
     """Raise ModelError if a model does not fit a dataset."""
     file, facts = released.path, released.header
     shape = known.records.shape
-    if shape != facts.input.shape:
+    if shape != facts.data.records.shape:
         raise ModelError(
             f"{file} does not fit {known.name}: it takes records of shape "
-            f"{facts.input.shape}, but those of the dataset have {shape}."
+            f"{facts.data.records.shape}, but those of the dataset have {shape}."
         )
     same_outputs = known.task.outputs == facts.task.outputs
     fits = same_outputs and (known.task.open or not known.own)
@@ -124,7 +122,7 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     """Evaluate a model on test records, read and calibrated as those that it was trained on."""
     task = replace(facts.task, names=data.task.names)
-    data = data.scaled_as(facts.input).predicting(task)
+    data = data.scaled_as(facts.data.records).predicting(task)
     return evaluate(model, data, data.test)
 
 
@@ -133,7 +131,7 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
 
     Raises InputError.
     """
-    file, known = released.path, released.header.dataset
+    file, known = released.path, released.header.data
     beside = file.parent / CONFIG
     # A run's config.yaml records how your own data was read and split.
     below = beside if known.own and beside.is_file() else None
@@ -148,7 +146,7 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
 
 def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
     """Read the data to score on. Raises InputError and ModelError."""
-    file, known = released.path, released.header.dataset
+    file, known = released.path, released.header.data
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
     data = read(chosen, released.reader, schema)
     facts = data.facts
@@ -174,18 +172,17 @@ def _declared(
     data: object, released: Released, *, skip_bad: bool, id_column: str | None
 ) -> Declaration:
     """Return new records for a model as they are declared: like those that it was trained on."""
-    facts, settings = released.header, dict[str, Any]()
-    with suppress(*folder.BROKEN):
-        settings = dict(folder.settings(released.path.parent))
-    known = {n: str(settings[n]) for n in ("image_size", "channels", "levels") if n in settings}
+    facts, settings = released.header, released.header.settings
+    names = ("image_size", "channels", "levels")
+    known = {name: getattr(settings, name) for name in names}
     dataset: Any = str(data) if isinstance(data, Path | str) else as_new(data)
-    table = facts.dataset.table
+    table = facts.data.table
     return Declaration(
         Settings.model_validate(known).replace(dataset=dataset, skip_bad=skip_bad),
         None if table is None else schema_of(table, f"{dataset}: the schema of the model"),
         released.reader,
         labels=False,
-        shape=facts.input.shape,
+        shape=facts.data.records.shape,
         id_column=id_column,
     )
 
@@ -196,12 +193,12 @@ def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
     path = declared.path
     kinds: tuple[str, ...] = ("images", *ARRAYS)
     wanted = "images: use a folder of images or an .npz"
-    if facts.dataset.table is not None:
+    if facts.data.table is not None:
         kinds, wanted = ("tables",), f"a table: use one ({', '.join(TABLES)})"
     elif reader is not None:
         kinds = ("texts", *ARRAYS)
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
-    elif facts.input.kind == "numbers":
+    elif facts.data.records.kind == "numbers":
         kinds, wanted = ARRAYS, "rows of numbers: use an .npz"
     if declared.in_memory is None and not os.path.exists(path):
         # It may be a text, which no message shows.
@@ -209,7 +206,7 @@ def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
         yield f"{path} does not exist." if reader is None else texts
     elif kind_of(declared) in {"", *KINDS} - {*kinds}:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
-    if declared.id_column is not None and facts.dataset.table is None:
+    if declared.id_column is not None and facts.data.table is None:
         yield f"{{id=}}{declared.id_column} names a column, but {file} was not trained on a table."
 
 
@@ -355,8 +352,8 @@ def predict(
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
-    _check_new(x, declared.path, released.header.input)
-    inputs = partial(_inputs, x, released.header.input, where)
+    _check_new(x, declared.path, released.header.data.records)
+    inputs = partial(_inputs, x, released.header.data.records, where)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
     return Predictions(found, task, names, ids, reading.left_out, texts)

@@ -3,50 +3,41 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from dpmac_cli import __version__, files
-from dpmac_cli.accounting import statements
-from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
+from dpmac_cli.accounting.accountants import accountant_name
+from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.accounting.selection import Search
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS
+from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
 from dpmac_cli.models.language_model import adapter_of
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.report_privacy import (
-    Computed,
-    CoveredScores,
-    Privacy,
-    Randomness,
-    RiskBounds,
-    SearchResult,
-    SeedPolicy,
-    Unit,
-)
-from dpmac_cli.release.sentences import AUDIT_RUN, DescribedRun, nist_statement, said, text
+from dpmac_cli.release.sentences import DescribedRun, said, sentences_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
+from dpmac_cli.runs.ledger import State, state_of
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.trainer import RANGES
-from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.calibration import Calibration
+from dpmac_cli.tasks.operating_point import OperatingPoint
+from dpmac_cli.tasks.residuals import Residuals
 from dpmac_cli.tasks.task import Task
 
-State = Literal["finished", "interrupted", "budget-spent"]
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 
@@ -69,18 +60,18 @@ def publish(session: Session) -> Finished:
     scored = session.scored
     if scored is None and plan.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
-    facts = public_facts(session)
-    with trainer.published():
-        save_model(where / folder.MODEL, task.model, facts.values())
-        _write_adapter(task, plan, where)
     exact = {} if scored is None else scored.values()
-    written = _report(session, facts, exact)
+    written = describe_run(session, exact)
+    facts = {name: getattr(written, name) for name in report.Facts.model_fields}
+    with trainer.published():
+        save_model(where / folder.MODEL, task.model, report.Facts(**facts).values())
+        _write_adapter(task, plan, where)
     files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
     _write_audit(session, written)
     session.write_metrics()
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
-    return Finished(written.values(), where, _state_of(session))
+    return Finished(written.values(), where, _state(session))
 
 
 def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
@@ -94,131 +85,153 @@ def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
-def public_facts(session: Session) -> report.Facts:
-    """Return the facts of a run to publish with its weights."""
-    plan, task, data = session.plan, session.task, session.plan.facts
-    canaries = plan.settings.canaries
-    task_facts = dict[str, Any](session.trainer.data.task.facts)
-    run = DescribedRun(plan, session.account, session.weighed)
-    guarantee = privacy(run)
-    audited = (
-        report.Audit(canaries=canaries, guesses=guesses(canaries), statement=AUDIT_RUN)
-        if canaries
-        else None
+def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
+    """Return the report of a run; ``exact`` are test metrics as JSON values."""
+    run = DescribedRun(session.plan, session.account, session.weighed, _released(session))
+    guarantee = guarantee_of(run)
+    point = session.trainer.task.point_facts(guarantee["epsilon"] or math.inf)
+    if point is not None:
+        guarantee["sentences"]["operating_point"] = point["statement"]
+    return report.Report(
+        version=report.FORMAT,
+        settings=_settings(session),
+        data=_data(session),
+        network=_network(session, point),
+        features=_features(session),
+        **guarantee,
+        scores=scores(session.plan.facts.task, session.history, exact),
+        environment=_environment(session),
+        state=_state(session),
     )
-    return report.Facts(
-        schema_version=report.SCHEMA_VERSION,
-        optimizer=plan.optimizer.name,
-        dataset=_dataset(run),
-        model=_model(run, task, session.trainer.sums.size),
-        input=data.records.model_copy(update=dict(data.records)),  # with keys that are defaults
+
+
+def guarantee_of(run: DescribedRun) -> dict[str, Any]:
+    """Return what a run did to its records, what that costs, and what is said of it, by key."""
+    plan, account = run.plan, run.spent
+    cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
+    risk = assess_risk(cost.done, plan.facts.train_size, plan.unit) if plan.private else None
+    sentences = {
+        "guarantee": " ".join([*said("promise", run), cost.statement]),
+        **sentences_of(run),
+    }
+    if risk is not None:
+        sentences |= {
+            "risk": risk.statement,
+            "unit": plan.unit,
+            "adjacency": f"{ADJACENCY}: adding or removing any one {plan.unit}",
+            "accountant": accountant_name(cost.accountant),
+            "computed_from_records": computed(run),
+        }
+    return {
+        "events": account.events,
+        "epsilon": files.finite_or_none(cost.epsilon),
+        "delta": plan.settings.delta if plan.private else None,
+        "risk": risk,
+        "search": plan.search,
+        "seeded": account.seeded,
+        "secure": account.secure,
+        "sentences": sentences,
+    }
+
+
+def _released(session: Session) -> tuple[str, ...]:
+    """Return the topics of the histograms of training records that were released."""
+    task = session.trainer.task
+    released = {
+        "ranges": session.trainer.ranges,
+        "calibration": getattr(task, "calibration", None),
+        "residuals": getattr(task, "residuals", None),
+    }
+    return tuple(topic for topic, of in released.items() if of)
+
+
+def _settings(session: Session) -> Any:
+    """Return the settings of a run for its report: no path, and nothing without an effect."""
+    plan = session.plan
+    device = session.trainer.state.theta.device.type
+    used = ("optimizer", *plan.optimizer.used(private=plan.private))
+    values = {
+        name: value
+        for name, value in plan.recorded.items()
+        if name not in report.LEFT_OUT and (GROUPS[name] != OPTIMIZER or name in used)
+    }
+    values |= {"dataset": plan.facts.name, "model": plan.model.name}
+    # Not the chunk: it says when memory ran out, which depends on the size of a batch.
+    values["physical_batch"] = physical_batch(plan.settings, plan.facts, device)
+    if plan.pretrained is not None:
+        values["pretrained"] = plan.pretrained.name
+    if isinstance(plan.features, TextEncoder):
+        values["backbone"] = plan.features.kind
+    return report.Recorded(**values)
+
+
+def _data(session: Session) -> report.Data:
+    """Return the facts of the records."""
+    facts, task_facts = session.plan.facts, dict[str, Any](session.trainer.data.task.facts)
+    schema = facts.schema
+    return report.Data(
+        name=facts.name,
+        own=facts.own,
+        train_size=facts.train_size,
+        test_size=facts.test_size,
+        held_out=facts.held_out,
+        unit=facts.unit or None,
+        records=facts.records.model_copy(update=dict(facts.records)),  # with keys by default
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],
-        privacy=guarantee,
-        statement=nist_statement(run) if plan.private else None,
-        audit=audited,
-        calibration=_calibration(session.trainer.task, run),
-        ranges=_ranges(session.trainer.ranges, run),
-        residuals=_residuals(session.trainer.task, run),
-        operating_point=_operating_point(session.trainer.task, guarantee.epsilon),
+        schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
+        taken_from_records=facts.inferred,
+        ranges=_ranges(session.trainer.ranges, session.plan),
+        sha256=facts.sha256,
     )
 
 
-def _ranges(counted: Mapping[str, Tensor], run: DescribedRun) -> report.Ranges | None:
+def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float, float]] | None:
     """Return the ranges of columns that were found by noisy counts; None if there are none."""
     if not counted:
         return None
     none = torch.empty(0)
     low, high = (counted.get(f"{RANGES}{end}", none).tolist() for end in ("low", "high"))
-    schema, found = run.plan.facts.schema, dict[str, tuple[float, float]]()
+    schema, ranges = plan.facts.schema, dict[str, tuple[float, float]]()
     columns = {} if schema is None else {column.name: column for column in schema.columns}
-    for name, *ends in zip(run.counted_columns, low, high, strict=True):
-        found[name] = columns[name].told(*ends)
-    return report.Ranges(found=found, statement=text("ranges", run))
+    for name, *ends in zip(plan.counted_columns, low, high, strict=True):
+        ranges[name] = columns[name].told(*ends)
+    return ranges
 
 
-def _residuals(task: Task, run: DescribedRun) -> report.Residuals | None:
-    """Return what intervals of predicted numbers follow from; None without any."""
-    if not isinstance(task, Regression) or task.residuals is None:
-        return None
-    found = asdict(task.residuals)
-    return report.Residuals(**found, statement=text("residuals", run))
-
-
-def _operating_point(task: Task, epsilon: float | None) -> report.OperatingPoint | None:
-    """Return what decides between two classes; None where nothing was counted or asked for."""
-    if (found := task.point_facts(epsilon or math.inf)) is None:
-        return None
-    return report.OperatingPoint(**found)
-
-
-def _calibration(task: Task, run: DescribedRun) -> report.Calibration | None:
-    """Return how outputs become probabilities; None without a calibration."""
-    found = task.calibration_facts
-    if found is None or isinstance(task, Regression):
-        return None
-    return report.Calibration(**found, statement=text("calibration", run))
-
-
-def privacy(run: DescribedRun) -> Privacy:
-    """Return the guarantee of a run with all its parts."""
-    plan, spent, delta = run.plan, run.spent, run.plan.settings.delta
-    cost = price(spent.events, delta, unit=plan.unit, search=plan.search)
-    whole = spent.event
-    if not math.isinf(plan.max_epsilon):
-        whole = plan.event.first(plan.event.steps - spent.base)
-    planned = total_epsilon((*spent.before, whole, *plan.counts), delta)
-    risk = assess_risk(cost.done, plan.facts.train_size, plan.unit)
-    return Privacy(
-        private=plan.private,
-        epsilon=files.finite_or_none(cost.epsilon),
-        epsilon_planned=files.finite_or_none(max(planned, cost.epsilon)),
-        delta=delta if plan.private else None,
-        noise_multiplier=cost.noise_multiplier,
-        unit=Unit(
-            name=plan.unit,
-            told_by=plan.facts.unit or None,
-            records_in_a_step=plan.records_in_a_step,
-        ),
-        sampler=cost.sampler,
-        sampling_rate=cost.sampling_rate,
-        steps=cost.steps,
-        covered_scores=_covered_scores(run) if plan.score else None,
-        search=None if plan.search is None else _search(run, plan.search),
-        events=spent.events,
-        adjacency="add-or-remove-one" if plan.private else None,
-        accountant=accountant_name(cost.accountant) if plan.private else None,
-        risk=RiskBounds(**risk.values()) if plan.private else None,
-        computed_from_records=_computed(run) if plan.private else None,
-        not_covered=tuple(said("not covered", run)),
-        statement=" ".join([*said("promise", run), cost.statement]),
-        seed_policy=SeedPolicy(given=spent.seeded, statement=text("seeds", run)),
-        randomness=Randomness(secure=spent.secure, statement=text("randomness", run)),
+def _network(session: Session, point: Mapping[str, Any] | None) -> report.Network:
+    """Return the facts of the network; ``point`` is its operating point, if it has one."""
+    plan, task, calibrated = session.plan, session.task, session.trainer.task
+    calibration = getattr(calibrated, "calibration", None)
+    residuals = getattr(calibrated, "residuals", None)
+    decides = point and OperatingPoint(point["asked"], point["log_odds"])
+    return report.Network(
+        name=plan.model.name,
+        built_by=task.built_by or None,
+        parameters=task.parameters,
+        trained=session.trainer.sums.size,
+        steps=session.trainer.state.step,
+        calibration=calibration if isinstance(calibration, Calibration) else None,
+        residuals=residuals if isinstance(residuals, Residuals) else None,
+        operating_point=decides or None,
     )
 
 
-def _covered_scores(run: DescribedRun) -> CoveredScores:
-    """Return what the noise of test scores costs, and training without them."""
-    events, delta = run.spent.events, run.plan.settings.delta
-    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
-    return CoveredScores(
-        released=sum(event.steps for event in tested),
-        noise_multiplier=statements.common(event.noise_multiplier for event in tested),
-        epsilon=files.finite_or_none(total_epsilon(tested, delta)),
-        epsilon_of_training=files.finite_or_none(total_epsilon(trained, delta)),
-        statement=text("covered scores", run),
-    )
-
-
-def _search(run: DescribedRun, search: Search) -> SearchResult:
-    """Return what epsilon covers of a search, of which a run is the best trial."""
-    return SearchResult(
-        mean_trials=search.trials.mean,
-        most_trials=search.trials.most,
-        epsilon_of_a_trial=files.finite_or_none(search.trial_epsilon(run.plan.settings.delta)),
-        space=search.space,
-        candidates=search.candidates,
-        statement=text("search", run),
+def _features(session: Session) -> report.Features | None:
+    """Return the facts of public features and weights; None without any."""
+    plan, features = session.plan, session.plan.features
+    encoder = features if isinstance(features, TextEncoder) else None
+    named = plan.settings.features or plan.settings.backbone
+    if encoder is not None:
+        named = encoder.kind
+    if named is None and plan.pretrained is not None:
+        named = plan.pretrained.name
+    if named is None:
+        return None
+    return report.Features(
+        name=named,
+        sha256=session.task.pretrained,
+        encoder=None if encoder is None else encoder.config.model_dump(),
     )
 
 
@@ -226,10 +239,10 @@ def _search(run: DescribedRun, search: Search) -> SearchResult:
 FOUND = ("ranges and ranks that were not declared",)
 
 
-def _computed(run: DescribedRun) -> tuple[Computed, ...]:
+def computed(run: DescribedRun) -> dict[str, str]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, covered = run.plan.facts, run.plan.score
-    status = {
+    return {
         "weights, and all numbers of the report except those below": "protected",
         f"number of training {run.counted}": "declared public",
         f"number of test {run.tested}": "declared public",
@@ -244,84 +257,25 @@ def _computed(run: DescribedRun) -> tuple[Computed, ...]:
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",
         "state in checkpoint/, except measured times": "protected",
     }
-    return tuple(Computed(what=what, status=value) for what, value in status.items())
 
 
-def _dataset(run: DescribedRun) -> report.Dataset:
-    """Return the facts of the dataset, and what is said of how they were learned."""
-    facts = run.plan.facts
-    schema = facts.schema
-    return report.Dataset(
-        name=facts.name,
-        train_size=facts.train_size,
-        test_size=facts.test_size,
-        sha256=facts.sha256,
-        own=facts.own,
-        held_out=facts.held_out,
-        test_note=text("test records", run) or None,
-        taken_from_records=facts.inferred,
-        schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
-        public_note=text("public records", run),
-        text_note=text("texts", run) or None,
-    )
+def _environment(session: Session) -> dict[str, Any]:
+    """Return versions, the machine, and the measured time."""
+    device = session.trainer.state.theta.device
+    return {
+        "dpmac": __version__,
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "device": device_name(device),
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "seconds": round(session.seconds, 3) if session.plan.timed else None,
+    }
 
 
-def _model(run: DescribedRun, task: PreparedRun, trained: int) -> report.Model:
-    """Return the facts of the network, and of the part that was public before training."""
-    plan, recorded = run.plan, run.plan.recorded
-    found = report.Model(
-        name=plan.model.name,
-        parameters=task.parameters,
-        fix_norm=plan.settings.fix_norm,
-        built_by=task.built_by or None,
-    )
-    statement = text("public part", run)
-    if not statement:
-        return found
-    encoder = plan.features if isinstance(plan.features, TextEncoder) else None
-    part = report.PublicPart(
-        features=recorded.get("features"),
-        backbone=recorded.get("backbone") if encoder is None else encoder.kind,
-        backbone_size=recorded.get("backbone_size"),
-        backbone_flips=recorded.get("backbone_flips", False),
-        encoder=None if encoder is None else encoder.config.model_dump(),
-        lora_rank=recorded.get("lora_rank"),
-        pretrained=None if plan.pretrained is None else plan.pretrained.name,
-        sha256=task.pretrained,
-        train=recorded.get("train"),
-        trained_parameters=trained,
-        statement=statement,
-    )
-    return found.model_copy(update={"public_part": part})
-
-
-def _report(session: Session, facts: report.Facts, exact: Mapping[str, Any]) -> report.Report:
-    """Return the complete report; ``exact`` are test metrics as JSON values."""
-    plan, trainer = session.plan, session.trainer
-    steps, used = trainer.state.step, plan.optimizer.used(private=plan.private)
-    device = trainer.state.theta.device
-    return report.Report(
-        **dict(facts),
-        state=_state_of(session),
-        test=scores(plan.facts.task, session.history, exact),
-        hyperparameters=report.Hyperparameters(
-            steps=steps,
-            epochs=steps / plan.event.steps_per_epoch,
-            batch_size=plan.settings.batch_size,
-            **{name: getattr(plan.optimizer, name) for name in used},
-        ),
-        recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
-        timings=report.Timings(training_seconds=round(session.seconds, 3) if plan.timed else None),
-        versions={"python": platform.python_version(), "dpmac": __version__}
-        | {package: version(package) for package in PACKAGES},
-        # Not the chunk: it says when memory ran out, which depends on the size of a batch.
-        machine=report.Machine(
-            device=device_name(device),
-            physical_batch=physical_batch(plan.settings, plan.facts, device.type),
-            system=platform.system(),
-            processor=platform.machine(),
-        ),
-    )
+def _state(session: Session) -> State:
+    """Return how a run ended."""
+    return state_of(session.trainer.state.step, session.account, session.plan.event)
 
 
 #: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
@@ -339,22 +293,33 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
     ``history`` are the lines of metrics.jsonl.
     """
     last, headline = history[-1], task.headline
-    found = {name: exact.get(name, last.get(f"test_{name}")) for name in task.keys}
+    logged = {name.removeprefix("test_"): value for name, value in last.items()}
+    values = {**logged, **exact, headline.key: last.get(headline.logged)}
+    metrics: dict[str, Any] = {
+        metric.key: report.Score(**_score(values, metric.key, metric.constant))
+        for metric in task.metrics
+    }
+    details: dict[str, Any] = {
+        name: values.get(name) for name in task.reported if "constant_" not in name
+    }
     return report.Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
-        **{**found, headline.key: last.get(headline.logged)},
+        noise=values.get("noise"),
+        interval=values.get("interval"),
+        **metrics,
+        **details,
     )
 
 
-def _state_of(session: Session) -> State:
-    """Return how a run ended."""
-    if session.trainer.state.step < session.steps:
-        return "interrupted"
-    plan = session.plan
-    if session.steps >= plan.event.steps or math.isinf(plan.max_epsilon):
-        return "finished"
-    return "budget-spent" if session.account.kept_to >= plan.max_epsilon else "finished"
+def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]:
+    """Return a metric with its interval, and what a constant prediction has, if they are known."""
+    score = {"value": values.get(key)}
+    if (interval := values.get(f"{key}_interval")) is not None:
+        score["low"], score["high"] = interval
+    if constant in values:
+        score["constant"] = values[constant]
+    return score
 
 
 def _write_audit(session: Session, written: report.Report) -> None:
@@ -363,7 +328,7 @@ def _write_audit(session: Session, written: report.Report) -> None:
         return
     [canaries] = session.trainer.hooks
     found = audit.Audit(
-        claimed=written.privacy.epsilon,
+        claimed=written.epsilon,
         delta=session.plan.settings.delta,
         guesses=guesses(len(canaries.coins)),
         scores=tuple(canaries.scores.tolist()),

@@ -1,11 +1,13 @@
 """Report of a run: one model that writes report.json, reads it, and is its schema.
 
-:class:`Facts` are the part that is also in the header of a published model. Both hold public values
-and values computed after the noise. Does not import torch.
+Settings, events, bounds on attacks and calibrations are the classes that the program uses itself.
+:class:`Facts` are the first half of a report, and the header of a published model. All of it is
+public, or computed after the noise. Does not import torch.
 """
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,174 +15,99 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    create_model,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from dpmac_cli.accounting.events import MOST_COUNT, Count, Steps, TrainingEvent
-from dpmac_cli.accounting.risk import Share
+from dpmac_cli.accounting.risk import Risk
+from dpmac_cli.accounting.selection import Done, Search
 from dpmac_cli.config.datasets import Signature
-from dpmac_cli.config.records import MOST_NUMBER, AnyNumber, AnyRecords
+from dpmac_cli.config.flags import OneOf, help_of
+from dpmac_cli.config.plan import NOT_RECORDED
+from dpmac_cli.config.records import AnyNumber, AnyRecords
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.release.report_privacy import PrintableText, Privacy, Said
 from dpmac_cli.runs import folder, ledger
-from dpmac_cli.runs.headers import (
-    MOST_CELLS,
-    Number,
-    Part,
-    Score,
-    Sha256,
-    Versioned,
-)
-from dpmac_cli.tasks.calibration import cell_count
-from dpmac_cli.tasks.residuals import EDGES
+from dpmac_cli.runs.headers import MOST_PARTS, Number, Part, PrintableText, Sha256
+from dpmac_cli.tasks.calibration import Calibration, cell_count
+from dpmac_cli.tasks.operating_point import OperatingPoint
+from dpmac_cli.tasks.residuals import EDGES, Residuals
 from dpmac_cli.tasks.task import ASKED, TASKS, EvaluationMetric, Task, task_of
 
 #: Format of report.json and of a model's header; no other is read. It also changes with the rule by
 #: which records are held out, so no model is scored on records that it was trained on.
-SCHEMA_VERSION = 2
+FORMAT = 2
 T = TypeVar("T")
 
 
-ByClass = tuple[Annotated[int, Field(ge=0, le=MOST_COUNT)], ...]
-Interval = tuple[AnyNumber | None, AnyNumber | None]
+def _of_training(events: tuple[TrainingEvent, ...]) -> tuple[TrainingEvent, ...]:
+    """Return events, one of which is of training. Raises ValueError for others."""
+    if not any(event.trains for event in events):
+        raise ValueError("has no event of training")
+    return events
 
 
-class Dataset(Part):
-    """The dataset that the model was trained on."""
+Events = Annotated[
+    tuple[TrainingEvent, ...],
+    Field(min_length=1, max_length=MOST_PARTS),
+    AfterValidator(_of_training),
+]
 
-    name: PrintableText
-    """Name of a registered dataset; for your own data the name of the folder or file, without its
-    parent folders."""
-    train_size: Count
-    """n, the number of training records, or of units of privacy. Taken as public."""
-    test_size: Count
-    """Number of test records, or of units of privacy. Taken as public."""
-    sha256: Sha256 | None
-    """SHA-256 of the published records. Null for your own data, and where torchvision verifies the
-    files."""
-    own: bool
-    """Whether it is your own data rather than a registered dataset."""
-    held_out: bool
-    """Whether the test records were held out of the private records."""
-    test_note: str | None
-    """What that means for their privacy. Null if they were not held out."""
-    taken_from_records: tuple[str, ...]
-    """Parts of the schema that were not declared but taken from the records, such as the image
-    size. One record can change them, and epsilon does not cover them."""
-    table: dict[str, Any] | None = Field(alias="schema")
-    """The declared schema of a table, as its YAML file (docs/own-tables.md). Null for other data.
-    """
-    public_note: str
-    """What is public about the records, in words."""
-    text_note: str | None
-    """What is revealed about texts besides the model. Null without texts."""
+#: Settings that a report does not have: those of the machine, and a schema's file, which is in it.
+LEFT_OUT = (*NOT_RECORDED, "device", "schema")
 
 
-class PublicPart(Said):
-    """The part of a network that was public before training."""
+class _Recorded(Part):
+    """Settings of a run that are in its report, completed with every default.
 
-    features: PrintableText | None
-    """Fixed features used instead of images. Null if images are used."""
-    backbone: PrintableText | None
-    """Public network whose features are used instead of images. Null without one."""
-    backbone_size: Annotated[int, Field(ge=1, le=1024)] | None
-    """Width and height in pixels that images are resized to for the backbone. Null without one."""
-    backbone_flips: bool
-    """Whether features are the mean over an image and its mirror image."""
-    encoder: dict[str, Any] | None
-    """Form of a text encoder: values of its config.json, the pooling of tokens, and the checksum of
-    its tokenizer as vocabulary_sha256. Null for other networks."""
-    lora_rank: Count | None
-    """Rank of the additions to linear layers. Null without LoRA."""
-    pretrained: str | None
-    """Name of the file of public weights. Null if there is none."""
-    sha256: Sha256 | None
-    """SHA-256 of that file. Null if there is none."""
-    train: PrintableText | None
-    """The trained part of a network with public weights. Null for other networks."""
-    trained_parameters: Count
-    """d, number of trained parameters."""
-
-
-class Model(Part):
-    """The network."""
-
-    name: PrintableText
-    """Name of a built-in network, or FILE.py:FACTORY without its parent folders."""
-    parameters: Count
-    """Number of parameters, including frozen ones."""
-    fix_norm: bool
-    """Whether batch norm was replaced by group norm (--fix-norm)."""
-    built_by: str | None
-    """The call that builds your own network. Null for a built-in network."""
-    public_part: PublicPart | None = None
-    """The part of the network that was public before training. Absent if there is none."""
-
-
-class Calibration(Said):
-    """Calibration: probabilities are softmax(slope z + (0, ..., 0, intercept)) of outputs z.
-
-    It follows from noisy counts of training records in bins: of two classes, by the log-odds of the
-    last one, with an edge at 0; of more classes, by the gap between the two largest outputs. Each
-    bin has two counts: of two classes their records, of more classes those of the second and of the
-    most likely class.
+    They have the names of docs/configuration.md, without settings that are off, and hyperparameters
+    that the optimizer does not have. Files and folders are there by their names, without those
+    above them.
     """
 
-    slope: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
-    """Factor of the outputs; 1 if they were left as they are."""
-    intercept: AnyNumber
-    """Added to the output of the last class; 0 for more than two classes."""
-    counts: Annotated[tuple[tuple[AnyNumber, AnyNumber], ...], Field(max_length=MOST_CELLS)]
-    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
-    1, 2, 4, 8, and of two classes their negatives too."""
-    noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
-    """Standard deviation of the noise in each count."""
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            if isinstance(value, str) and not value.isprintable():
+                raise ValueError(f"{name} has control characters")
+        return self
 
 
-class Residuals(Said):
-    """Noisy histogram of residuals, from which the intervals of predictions follow.
-
-    A residual is a target minus its prediction, both scaled to [-1, 1] (after the transform).
-    """
-
-    counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_CELLS)]
-    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
-    and 0.02 times 1.5^k to both sides, for k from 0 to 11."""
-    noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
-    """Standard deviation of the noise in each count."""
+def _as_recorded(field: FieldInfo) -> tuple[Any, Any]:
+    """Return a setting as reports have it: also a name that is not registered in this process."""
+    limits = [part for part in field.metadata if not isinstance(part, OneOf)]
+    kind: Any = field.annotation
+    for limit in limits:
+        kind = Annotated[kind, limit]
+    return kind, Field(default=None, description=help_of(field))
 
 
-class Ranges(Said):
-    """Ranges of columns of which the type alone was declared, from noisy counts."""
+if TYPE_CHECKING:
+    from dpmac_cli.config.settings import Settings
 
-    found: dict[str, tuple[AnyNumber, AnyNumber]]
-    """Lowest and highest number of each column, by its name; those of a date in days since
-    1970-01-01. Others are clipped to it."""
-
-
-class OperatingPoint(Said):
-    """Decision between two classes: the last one is said above these log-odds of the network."""
-
-    asked: PrintableText
-    """What was asked for (--threshold): most-likely, balanced, a sensitivity or a probability."""
-    log_odds: AnyNumber
-    """Difference of the outputs of the network, the last minus the first."""
-    sensitivity: Share | None
-    """Share of the last class that is found, by the noisy histogram of the training records. Null
-    without one."""
-    specificity: Share | None
-    """Share of the first class that is found, by the same."""
-    share: Share | None
-    """Share of the last class among the training records, by the same."""
+    Recorded = Settings
+else:
+    Recorded = create_model(
+        "Recorded",
+        __base__=_Recorded,
+        __doc__=_Recorded.__doc__,
+        **{n: _as_recorded(field) for n, field in SETTINGS.items() if n not in LEFT_OUT},
+    )
 
 
-class Audit(Said):
-    """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
+class _UnknownTaskError(Exception):
+    """A task of a program, which another one has not registered."""
 
-    canaries: Annotated[int, Field(ge=2, le=MOST_COUNT)]
-    """K, number of made-up records, each included by a secret coin flip."""
-    guesses: Count
-    """Number of coins that the attack guesses."""
+
+def _kind(name: str) -> str:
+    if name not in TASKS:
+        raise _UnknownTaskError(name)
+    if name not in ASKED:
+        raise ValueError(f"is not one of {', '.join(ASKED)}")
+    return name
 
 
 class Target(Part):
@@ -204,18 +131,6 @@ class Target(Part):
         return self
 
 
-class _UnknownTaskError(Exception):
-    """A task of a program, which another one has not registered."""
-
-
-def _kind(name: str) -> str:
-    if name not in TASKS:
-        raise _UnknownTaskError(name)
-    if name not in ASKED:
-        raise ValueError(f"is not one of {', '.join(ASKED)}")
-    return name
-
-
 class NamedTask(Part):
     """A task that is asked for by its name, such as the next token of a text."""
 
@@ -223,18 +138,24 @@ class NamedTask(Part):
     """Task: language-model, or one of your own that a program registered."""
 
 
-class Facts(Part):
-    """Facts that are published with the weights, in the model file's header."""
+class Data(Part):
+    """The records that the model was trained on."""
 
-    schema_version: int
-    """Increases when a key is removed or changes its meaning. A new key does not increase it."""
-    optimizer: PrintableText
-    """Optimizer: how gradients were clipped and weights were updated."""
-    dataset: Dataset
-    """The dataset that the model was trained on."""
-    model: Model
-    """The network."""
-    input: AnyRecords
+    name: PrintableText
+    """Name of a registered dataset; for your own data the name of the folder or file, without its
+    parent folders."""
+    own: bool
+    """Whether it is your own data rather than a registered dataset."""
+    train_size: Count
+    """n, the number of training records, or of units of privacy. Taken as public."""
+    test_size: Annotated[int, Field(ge=0, le=MOST_COUNT)]
+    """Number of test records, or of units of privacy. Taken as public."""
+    held_out: bool
+    """Whether the test records were held out of the private records."""
+    unit: PrintableText | None
+    """Column, pattern of paths or array that says which unit a record belongs to. Null if each
+    record is a unit."""
+    records: AnyRecords
     """What a record is, and the public constants by which the network's inputs are scaled: pixels
     are divided by white, then mean is subtracted and the result divided by std; numbers are clipped
     to low and high, which become -1 and 1; numbers of tokens are not scaled."""
@@ -243,81 +164,187 @@ class Facts(Part):
     predict."""
     target: Target | NamedTask | None
     """The number to predict, or the name of a task, such as language-model. Null for classes."""
-    privacy: Privacy
-    """The privacy guarantee, over all parts of the run."""
-    statement: dict[str, Any] | None
-    """Answers of the model card to the questions of NIST SP 800-226 that depend on the run: its
-    mechanism, tuning, data domain and audit, and public data and weights. Null without privacy."""
-    audit: Audit | None
-    """Public settings of an audit (--canaries). Null for any other run. The results of the attack
-    are in audit.json."""
-    calibration: Calibration | None = None
+    table: dict[str, Any] | None = Field(alias="schema")
+    """The declared schema of a table, as its YAML file (docs/own-tables.md). Null for other data.
+    """
+    taken_from_records: tuple[str, ...]
+    """Parts of the schema that were not declared but taken from the records, such as the image
+    size. One record can change them, and epsilon does not cover them."""
+    ranges: dict[str, tuple[AnyNumber, AnyNumber]] | None
+    """Lowest and highest number of each column whose range was found by noisy counts, by its name;
+    those of a date in days since 1970-01-01. Others are clipped to it. Null if all were declared.
+    """
+    sha256: Sha256 | None
+    """SHA-256 of the published records. Null for your own data, and where torchvision verifies the
+    files."""
+
+
+class Network(Part):
+    """The network, and how its outputs are read."""
+
+    name: PrintableText
+    """Name of a built-in network, or FILE.py:FACTORY without its parent folders."""
+    built_by: str | None
+    """The call that builds your own network. Null for a built-in network."""
+    parameters: Count
+    """Number of parameters, including frozen ones."""
+    trained: Count
+    """d, number of trained parameters."""
+    steps: Steps
+    """T, number of steps that its weights have taken in total."""
+    calibration: Calibration | None
     """How outputs become probabilities. Null if they are the softmax of the outputs."""
-    ranges: Ranges | None = None
-    """Ranges that were found by noisy counts. Absent if all were declared."""
-    residuals: Residuals | None = None
+    residuals: Residuals | None
     """What intervals of predicted numbers follow from. Null without intervals."""
-    operating_point: OperatingPoint | None = None
-    """What decides between two classes. Null for more, and without calibration or --threshold."""
+    operating_point: OperatingPoint | None
+    """What decides between two classes. Null if the largest output does, and for more classes."""
+
+
+class Features(Part):
+    """Public weights that the network takes features from, or starts from."""
+
+    name: PrintableText
+    """Kind of features, name of the public network, or of the file of weights."""
+    sha256: Sha256 | None
+    """SHA-256 of the file of public weights. Null if there is none."""
+    encoder: dict[str, Any] | None
+    """Form of a text encoder: values of its config.json, the pooling of tokens, and the checksum of
+    its tokenizer as vocabulary_sha256. Null for other networks."""
+
+
+class Facts(Part):
+    """Facts that are published with the weights, in the model file's header."""
+
+    version: int
+    """Increases when a key is removed or changes its meaning. A new key does not increase it."""
+    settings: Recorded
+    """Settings of the run by their names (docs/configuration.md), completed with every default."""
+    data: Data
+    """The records that the model was trained on."""
+    network: Network
+    """The network, and how its outputs are read."""
+    features: Features | None
+    """Features that the network takes instead of its records, and public weights that it starts
+    from. Null without."""
+    events: Events
+    """What each part did to the records, in order; steps of the published model are the last steps.
+    Epsilon can be recomputed from these and delta (dpmac account RUN)."""
+    epsilon: Number | None
+    """Upper bound on epsilon at delta, over all parts of the run. Null if there is none: without
+    noise, or at a delta that cannot be reached."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None
+    """Delta of (epsilon, delta). Null for a run with --no-dp, which has no guarantee."""
+    risk: Risk | None
+    """Upper bounds on what an attacker who sees everything that the run releases can learn about
+    one record (docs/accounting.md). Null without privacy."""
+    search: Search | None
+    """Search that the run is the best trial of (dpmac tune). Epsilon covers all of it. Null if
+    settings were not searched for."""
+    seeded: bool
+    """Whether any part used a seed that a person chose. The seed itself is not in the report."""
+    secure: bool
+    """Whether every part ran with --secure."""
+    sentences: dict[str, str | tuple[str, ...] | dict[str, str]]
+    """What the report means in words, by topic: guarantee, risk, unit, seeds, not_covered and
+    others. A topic that does not apply is absent."""
+
+    @property
+    def private(self) -> bool:
+        """Return whether noise was added."""
+        return self.delta is not None
+
+    @property
+    def done(self) -> Done:
+        """Return the events or the search that epsilon is of."""
+        return self.search or self.events
 
     @property
     def task(self) -> Task:
         """Task that the model was trained for, with its calibration."""
-        target = None if self.target is None else self.target.model_dump()
-        known = {
-            name: None if of is None else of.model_dump(exclude={"statement"})
-            for name, of in (("calibration", self.calibration), ("residuals", self.residuals))
+        network, target = self.network, self.data.target
+        kinds = {
+            "calibration": network.calibration,
+            "residuals": network.residuals,
+            "point": network.operating_point,
         }
-        at = self.operating_point
-        point = None if at is None else at.model_dump(include={"asked", "log_odds"})
-        return task_of({"classes": self.classes, "target": target, "point": point, **known})
-
-    @model_validator(mode="after")
-    def _check_texts(self) -> Self:
-        part = self.model.public_part
-        encoder = {} if part is None or part.encoder is None else part.encoder
-        if getattr(self.input, "tokenizer", None) != encoder.get("vocabulary_sha256"):
-            raise ValueError("texts without their encoder, or an encoder without texts")
-        if len(self.classes) < 2 and self.target is None:
-            raise ValueError("neither classes nor a target")
-        found, cells = self.calibration, cell_count(len(self.classes))
-        if found is not None and (self.target is not None or 2 * len(found.counts) != cells):
-            raise ValueError("the calibration is not that of the classes")
-        residuals = self.residuals
-        if residuals is not None and not (
-            isinstance(self.target, Target) and len(residuals.counts) == len(EDGES) + 1
-        ):
-            raise ValueError("the residuals are not those of a number to predict")
-        if self.operating_point is not None and len(self.classes) != 2:
-            raise ValueError("an operating point without two classes")
-        return self
+        known = {name: None if of is None else asdict(of) for name, of in kinds.items()}
+        named = None if target is None else target.model_dump()
+        return task_of({"classes": self.data.classes, "target": named, **known})
 
     @property
     def signature(self) -> Signature:
         """Signature of the network."""
-        return Signature(self.input.shape, self.task.outputs, records=self.input)
+        records = self.data.records
+        return Signature(records.shape, self.task.outputs, records=records)
+
+    @model_validator(mode="after")
+    def _check_guarantee(self) -> Self:
+        noisy = all(event.noisy for event in self.events)
+        if not noisy == self.private == (not self.settings.no_dp):
+            raise ValueError("no_dp and delta contradict the noise of the events")
+        if not self.private and self.epsilon is not None:
+            raise ValueError("an epsilon without noise")
+        if self.search is not None and self.events not in self.search.candidates:
+            raise ValueError("the events are not those of a trial of the search")
+        return self
+
+    @model_validator(mode="after")
+    def _check_task(self) -> Self:
+        data, network, encoder = self.data, self.network, {}
+        if self.features is not None and self.features.encoder is not None:
+            encoder = self.features.encoder
+        if getattr(data.records, "tokenizer", None) != encoder.get("vocabulary_sha256"):
+            raise ValueError("texts without their encoder, or an encoder without texts")
+        if len(data.classes) < 2 and data.target is None:
+            raise ValueError("neither classes nor a target")
+        calibration, cells = network.calibration, cell_count(len(data.classes))
+        if calibration is not None and (data.target or 2 * len(calibration.counts) != cells):
+            raise ValueError("the calibration is not that of the classes")
+        if network.residuals is not None and not (
+            isinstance(data.target, Target) and len(network.residuals.counts) == len(EDGES) + 1
+        ):
+            raise ValueError("the residuals are not those of a number to predict")
+        if network.operating_point is not None and len(data.classes) != 2:
+            raise ValueError("an operating point without two classes")
+        return self
 
     def values(self) -> dict[str, Any]:
         """Return the JSON values by key. Keys that were not set do not apply."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
+class Score(Part):
+    """A metric of the published model on the test records."""
+
+    value: AnyNumber | None
+    """The metric. Null if it is not defined, or was not released."""
+    low: AnyNumber | None = None
+    """Lower end of its 95% interval for records like these. Absent if it was not computed."""
+    high: AnyNumber | None = None
+    """Upper end of that interval."""
+    constant: AnyNumber | None = None
+    """The same metric of the best constant prediction: of the most frequent class, of the shares of
+    the classes, or of the median or mean of the test records. Absent if it was not computed."""
+
+
+#: A score without an interval, by class, or of a true and a predicted class.
+Detail = bool | AnyNumber | None | tuple[AnyNumber | None, ...]
+ByClass = tuple[Annotated[int, Field(ge=0, le=MOST_COUNT)], ...]
+Interval = tuple[AnyNumber | None, AnyNumber | None]
+
+
 class Scores(Part):
     """Scores of the published model on the test records.
 
-    They are not protected unless covered_scores is present; then this holds the released scores,
-    and null for the rest. Besides these keys, it has the metrics of the task by their names, such
-    as accuracy, auroc, mae or r2, and 95% intervals for records like these as, for example,
-    accuracy_interval: low, high. sensitivity and specificity are in the order of classes, and so
-    are the rows (true class) and columns (predicted class) of confusion, the numbers of records;
-    constant_accuracy is the share of the most frequent class, which is the accuracy of a model that
-    always says it, and constant_log_loss the log loss of a model that says the shares of the
-    classes for each record. For numbers to predict, constant_mae is the MAE of the median of the
-    test records, and constant_rmse the RMSE of their mean.
+    They are not protected unless noise is not null; then the released score has a value, and others
+    do not. Besides these keys, it has the metrics of the task by their names, such as accuracy,
+    auroc, mae or r2, each with value, low, high and constant. sensitivity and specificity are in
+    the order of classes, and so are the rows (true class) and columns (predicted class) of
+    confusion, the numbers of records.
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Score | tuple[ByClass, ...]]
+    __pydantic_extra__: dict[str, Score | Detail | tuple[ByClass, ...]]
 
     samples: Count
     """Number of scored test records, or units: all of them."""
@@ -331,46 +358,6 @@ class Scores(Part):
     Null for exact scores."""
 
 
-class Hyperparameters(Part):
-    """Settings of training, including those of the optimizer that have an effect.
-
-    Others have the names of their settings (docs/optimizers.md).
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    steps: Steps
-    """T, number of steps that the published model has taken in total."""
-    epochs: Number
-    """The same in epochs of ceil(n/B) steps."""
-    batch_size: Count
-    """B, the expected batch size, by which sums are divided. Actual sizes are private and not
-    stored."""
-
-
-class Timings(Part):
-    """Times that were measured on the machine. Not covered by the guarantee.
-
-    Null for the result of a search, because they would tell which trial it was.
-    """
-
-    training_seconds: Number | None
-    """Seconds of training, over all sessions of the run."""
-
-
-class Machine(Part):
-    """The machine that the run ended on."""
-
-    device: str
-    """cpu, or the name of the GPU."""
-    system: str
-    """Operating system."""
-    processor: str
-    """Its architecture."""
-    physical_batch: Count
-    """Number of samples to process at a time, as set. It does not change the guarantee."""
-
-
 class Report(Facts):
     """Report of a run.
 
@@ -379,36 +366,35 @@ class Report(Facts):
     what null means.
     """
 
+    scores: Scores | None = None
+    """Scores of the published model on the test records. Null without test records."""
+    environment: dict[str, str | Number | None]
+    """Versions of the software that matters to the result, the machine that the run ended on, and
+    the measured seconds of training, over all sessions of the run. The guarantee does not cover
+    these; they are null for the result of a search, because they would tell which trial it was."""
     state: PrintableText
     """How the run ended: it took all its steps (finished), it was stopped (interrupted), or epsilon
     would have exceeded --max-epsilon (budget-spent)."""
-    test: Scores
-    """Scores of the published model on the test records. They are not protected unless
-    covered_scores is present; then this holds the released scores, and null for the rest."""
-    hyperparameters: Hyperparameters
-    """Settings of training, including those of the optimizer that have an effect."""
-    recipe: dict[str, Any]
-    """Training recipe besides the optimizer, by the names of its settings
-    (docs/configuration.md). None of it changes epsilon."""
-    timings: Timings
-    """Measured on the machine. Not covered by the guarantee."""
-    versions: dict[str, str]
-    """Versions of the software that matters to the result."""
-    machine: Machine
-    """The machine that the run ended on."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_scores(self) -> Self:
         key = self.task.headline.key
-        if not isinstance(getattr(self.test, key, ""), float | int | None):
-            raise ValueError(f"test has no {key}")
+        if self.scores is not None and not isinstance(getattr(self.scores, key, None), Score):
+            raise ValueError(f"scores has no {key}")
         return self
 
     @property
-    def score(self) -> tuple[EvaluationMetric, float | None]:
-        """Return the headline metric of the task, and its value; None if it is not defined."""
+    def score(self) -> tuple[EvaluationMetric, Score]:
+        """Return the headline metric of the task, and its score: without a value if not defined."""
         metric = self.task.headline
-        return metric, getattr(self.test, metric.key)
+        return metric, getattr(self.scores, metric.key, Score(value=None))
+
+
+class _Versioned(Part):
+    """A file of any format. Before the second, the number of the format had another name."""
+
+    version: int | None = None
+    schema_version: int | None = None
 
 
 def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
@@ -422,23 +408,25 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
             wrote it.
     """
     try:
-        version = Versioned.model_validate_json(text, strict=True).version
-        if version == SCHEMA_VERSION:
+        found = _Versioned.model_validate_json(text, strict=True)
+        if found.version == FORMAT or (found.version is found.schema_version is None):
             return TypeAdapter(kind).validate_json(text, strict=True)
     except _UnknownTaskError as unknown:
         raise InputError(
             f"{file} is of the task {str(unknown)!a}, which is not registered. If it is your own, "
             "use a program that registers it first: register_task."
         ) from unknown
-    except ValidationError as failure:
-        fault = first_fault(failure)
-        raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
-    what_to_do = "Train again, or read it with dpmac 0.3."
-    if version > SCHEMA_VERSION:
-        what_to_do = "Upgrade dpmac."
+    except (ValidationError, InputError) as failure:
+        fault = str(failure) if isinstance(failure, InputError) else first_fault(failure)
+        raise InputError(f"{file} {complaint} ({fault.rstrip('.')}). {remedy}") from failure
+    if found.version is None or found.version < FORMAT:
+        raise InputError(
+            f"{file} was written by an older version of dpmac. Train again, or read it with that "
+            "version."
+        )
     raise InputError(
-        f"{file} was written by another version of dpmac (format {version}; this version reads "
-        f"{SCHEMA_VERSION}). {what_to_do}"
+        f"{file} was written by a newer version of dpmac (format {found.version}; this version "
+        f"reads {FORMAT}). Upgrade dpmac."
     )
 
 
@@ -458,7 +446,7 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
 
     Raises InputError if neither report nor ledger can be read.
     """
-    found = ledger.read_ledger(run)
-    if found is not None and not (run / folder.REPORT).exists():
-        return found.planned
-    return read_report(run).privacy.events
+    account = ledger.read_ledger(run)
+    if account is not None and not (run / folder.REPORT).exists():
+        return account.planned
+    return read_report(run).events

@@ -10,6 +10,8 @@ from typing import Any
 
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import listed
@@ -36,12 +38,15 @@ NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
 class DescribedRun:
     """A run that sentences are about: its plan, and what was done to its records.
 
-    ``weighed`` is where the weights of records come from, if they are a program's.
+    Attributes:
+        weighed: where the weights of records come from, if they are a program's.
+        released: topics of the histograms that were released: ranges, calibration, residuals.
     """
 
     plan: Plan
     spent: Account
     weighed: str = ""
+    released: tuple[str, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -139,6 +144,27 @@ class DescribedRun:
         return "language model" if self.continues else "text encoder"
 
     @property
+    def cost_of_training(self) -> str:
+        """Return epsilon of all events on training records."""
+        return self._cost_on("training")
+
+    @property
+    def cost_of_scores(self) -> str:
+        """Return epsilon of all scores of test records."""
+        return self._cost_on("test")
+
+    def _cost_on(self, split: str) -> str:
+        events = tuple(event for event in self.spent.events if event.records == split)
+        return format_epsilon(total_epsilon(events, self.plan.settings.delta))
+
+    @property
+    def cost_of_a_trial(self) -> str:
+        """Return epsilon of one trial of a search; "" if there was none."""
+        search = self.plan.search
+        delta = self.plan.settings.delta
+        return "" if search is None else format_epsilon(search.trial_epsilon(delta))
+
+    @property
     def domain(self) -> str:
         """Return what a labelled record is."""
         return self.plan.facts.records.described
@@ -157,6 +183,7 @@ def text(topic: str, run: DescribedRun) -> str:
 
 #: A topic, a condition, and a sentence that is true where the condition holds.
 SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
+    ("audit_run", lambda run: run.plan.settings.canaries, AUDIT_RUN),
     # Seeds and random numbers.
     ("seeds", lambda run: not run.private, NO_SECRETS),
     ("seeds", lambda run: run.private and run.spent.seeded, statements.SEED_GIVEN),
@@ -187,43 +214,44 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ("promise", lambda run: run.private and run.spent.seeded, statements.SEED_GIVEN),
     # Scores and data.
     (
-        "covered scores",
+        "covered_scores",
         lambda run: run.plan.score,
         "Test scores were released with Gaussian noise, which protects the test records like "
         "training protects the others. Each unit of privacy is used for training or for testing, "
-        "never both, so epsilon is the larger of the two costs (parallel composition).",
+        "never both, so epsilon is the larger of the two costs (parallel composition). Training "
+        "costs epsilon {run.cost_of_training}, the scores {run.cost_of_scores}.",
     ),
     (
-        "test records",
+        "test_records",
         lambda run: run.plan.facts.held_out and not run.plan.score,
         "The test records were split off from the private ones. They are also private, and nothing "
         "that is measured on them is covered.",
     ),
     (
-        "public records",
+        "public_records",
         lambda run: True,
         "The numbers of training {run.counted} and test {run.tested} are public.",
     ),
     (
-        "public records",
+        "public_records",
         lambda run: run.plan.facts.schema,
         "Its columns were declared in a schema, which the report contains in full.",
     ),
     (
-        "public records",
+        "public_records",
         lambda run: run.inferred,
         "Its {run.inferred} were not declared but taken from the records, and are treated as "
         "public. One record can change them, which epsilon does not cover.",
     ),
     (
-        "public records",
+        "public_records",
         lambda run: run.class_weights,
         "Its class weights, {run.class_weights}, multiply the gradient of a record after clipping. "
         "They are treated as public: if they were computed from the labels of the records, they "
         "are facts taken from those, which epsilon does not cover.",
     ),
     (
-        "public records",
+        "public_records",
         lambda run: run.weighed,
         "The weights of {run.weighed}, at most 1, multiply the gradient of a record "
         "after clipping. What they use besides that record is treated as public: if it was "
@@ -248,74 +276,74 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     # The network.
     (
-        "public part",
+        "features",
         lambda run: run.features == "scattered",
         "The network takes fixed features of an image ({run.about}), which depend on that image "
         "alone and contain nothing that was learnt.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "own",
         "The network takes features of each record from a function of the program ({run.about}), "
         "which sees one record at a time. That it was made without the records above is declared "
         "by whoever trained the model; epsilon does not cover it.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "columns",
         "The network takes fixed functions of each column ({run.about}), which depend on their row "
         "alone.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "backbone",
         "The network takes features of an image from a public network ({run.about}), which depend "
         "on that image alone. Neither its weights nor the data that they were trained on are "
         "covered. If any of the records above were in that data, epsilon does not include it.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.continues,
         "The network is a public language model ({run.about}). Texts are truncated to "
         "{run.plan.facts.records.limits} tokens of its public vocabulary.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "texts" and not run.continues,
         "The network takes vectors of texts from a public encoder ({run.about}), and the shares of "
         "capitals, digits, punctuation and symbols of each text. They depend on each text alone. "
         "Texts are truncated to {run.plan.facts.records.limits} tokens of its public vocabulary.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "texts" and run.known,
         "It was trained on {run.known.language} texts: {run.known.corpora}.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "texts" and not run.known,
         "The language and the texts that it was trained on are to be filled in.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.features == "texts",
         "Neither its weights nor those texts are covered. If any of the records above, or "
         "quotations from them, were among those texts, epsilon does not include it.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.pretrained,
         "Training started from the weights in {run.pretrained}, which are treated as "
         "public. Neither they nor the data that they were trained on are covered. If any of the "
         "records above were in that data, epsilon does not include it.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.plan.starts_public and run.plan.trained.part == "all",
         "All of its weights were trained further.",
     ),
     (
-        "public part",
+        "features",
         lambda run: run.plan.starts_public and run.plan.trained.part != "all",
         "The trained part is {run.part}. Everything else is unchanged from the published weights.",
     ),
@@ -343,49 +371,49 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
         "{run.plan.search.trials.most}, with mean {run.plan.search.trials.mean:g}. Each trial drew "
         "its settings at random and independently, and the best covered score won. The other "
         "trials, their scores and K were not shown and not kept. Epsilon covers all of this: it is "
-        "not that of one trial.",
+        "not that of one trial. One trial alone costs epsilon {run.cost_of_a_trial}.",
     ),
     (
         "calibration",
-        lambda run: True,
+        lambda run: "calibration" in run.released,
         "After the last step, one histogram of the training {run.counted} was released with "
         "Gaussian noise, in which each counts at most once. Probabilities follow from it, and no "
         "decision does.",
     ),
     (
         "calibration",
-        lambda run: run.sampled,
+        lambda run: "calibration" in run.released and run.sampled,
         "It is of a random sample of them, and its counts are estimates of those of all.",
     ),
     (
         "ranges",
-        lambda run: run.private and run.counted_columns,
+        lambda run: run.private and "ranges" in run.released,
         "Before the first step, ranges and ranks of columns of numbers were found by three rounds "
         "of histograms of the training {run.counted} with Gaussian noise, in which each counts at "
         "most once in a column. Epsilon covers them.",
     ),
     (
         "ranges",
-        lambda run: not run.private,
+        lambda run: not run.private and "ranges" in run.released,
         "Ranges and ranks that were not declared are exact facts of the training {run.counted}.",
     ),
     (
         "ranges",
-        lambda run: run.private and run.plan.facts.task.open,
+        lambda run: run.private and "ranges" in run.released and run.plan.facts.task.open,
         "Before the first step, the range of {run.plan.facts.task.name} was found by three rounds "
         "of such histograms, and narrowed by its mean and spread, which were released with "
         "Gaussian noise. Epsilon covers them.",
     ),
     (
         "residuals",
-        lambda run: True,
+        lambda run: "residuals" in run.released,
         "After the last step, one histogram of the residuals of the training {run.counted} was "
         "released with Gaussian noise, in which each counts at most once. Intervals of predictions "
         "follow from it. Their share of the targets is that of all records, not of each kind.",
     ),
     (
         "residuals",
-        lambda run: run.sampled,
+        lambda run: "residuals" in run.released and run.sampled,
         "It is of a random sample of them, and its counts are estimates of those of all.",
     ),
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
@@ -439,55 +467,69 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     # What epsilon does not cover.
     (
-        "not covered",
+        "not_covered",
         lambda run: not run.private,
         "Everything: this is a baseline. Do not publish it if the training records matter.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private,
         "Other runs on the same records: any further hyperparameter search, a comparison, the best "
         "of several. Each adds to the privacy cost of this one.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private and not run.units,
         "A person with several records as a whole: each record is protected by itself (`--unit` "
         "protects all of a person's).",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private and run.units,
         "A person with two units as a whole, and what several units have in common, such as "
         "relatives.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private,
         "What holds for people in general: if smokers fall ill more often, the model may say so, "
         "and it applies to a smoker whether or not their record was used.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private and not run.plan.score,
         "The test records. The {run.plan.facts.task.headline.title} was measured on them without "
         "noise. If settings, steps or this model were chosen by it, it is better than on other "
         "records, and the choice reveals information about the test records.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private,
         "Times in `report.json` and `metrics.jsonl`: they are measured, without noise.",
     ),
     (
-        "not covered",
+        "not_covered",
         lambda run: run.private,
         "Attackers who can observe the machine during training.",
     ),
 )
 
 
-def nist_statement(run: DescribedRun) -> dict[str, str | list[str]]:
-    """Return the answers to NIST SP 800-226's questions that depend on the run."""
-    topics = ("mechanism", "tuning", "data_domain", "audit")
-    return {**{topic: text(topic, run) for topic in topics}, "public": said("public", run)}
+#: Topics that are lists, and those that only a run with privacy has.
+LISTS = ("public", "not_covered")
+OF_PRIVACY = ("mechanism", "tuning", "data_domain", "audit", "public")
+
+
+def sentences_of(run: DescribedRun) -> dict[str, Any]:
+    """Return what is said of a run, by topic. Topics that do not apply are absent."""
+    topics = dict.fromkeys(topic for topic, _, _ in SENTENCES)
+    by_topic = {topic: said(topic, run) for topic in topics if topic != "promise"}
+    if run.private:
+        by_topic["public"] = by_topic["public"] or ["none"]
+    else:
+        by_topic = {topic: of for topic, of in by_topic.items() if topic not in OF_PRIVACY}
+    return {
+        topic: tuple(sentences) if topic in LISTS else " ".join(sentences)
+        for topic, sentences in by_topic.items()
+        if sentences
+    }

@@ -306,8 +306,14 @@ def holds_run(folder: Path) -> bool:
     if is_configured(folder) or ((private / LEDGER).is_file() and not private.is_symlink()):
         return True
     with contextlib.suppress(*BROKEN):
-        return {"schema_version", "privacy"} <= set(json.loads((folder / REPORT).read_bytes()))
+        return is_report(json.loads((folder / REPORT).read_bytes()))
     return False
+
+
+def is_report(values: object) -> bool:
+    """Return whether JSON values are a report of any format. Raises TypeError."""
+    keys: set[object] = set(values)  # type: ignore[call-overload]
+    return {"version", "events"} <= keys or {"schema_version", "privacy"} <= keys
 
 
 def is_configured(folder: Path) -> bool:

@@ -6,20 +6,26 @@ so large that what follows fails or does not end.
 
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dpmac_cli.accounting.events import Count, Steps, TrainingEvent
 from dpmac_cli.config.records import MOST_NUMBER, AnyNumber
+from dpmac_cli.tasks.bins import MOST_BINS
 
 #: Largest number of parts of a run: it was resumed as many times.
 MOST_PARTS = 100_000
 #: Largest number of histograms of a run.
 MOST_HISTOGRAMS = 16
-#: Largest number of cells of a histogram.
-MOST_CELLS = 1000
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("control characters, which a terminal may interpret as commands")
+    return text
 
 
 Number = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+PrintableText = Annotated[str, AfterValidator(_printable)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 #: A score, or the ends of its interval.
 Score = bool | AnyNumber | None | tuple[AnyNumber | None, ...]
@@ -94,7 +100,7 @@ Config = Annotated[dict[str, Any], AfterValidator(_with_source)]
 class Histogram(Part):
     """A noisy histogram of training records: counts of cells, and the deviation of their noise."""
 
-    counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_CELLS)]
+    counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_BINS)]
     noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
 
 
@@ -118,6 +124,6 @@ class Record(Part):
 
 
 class Versioned(Part):
-    """Header of any version: of a checkpoint, of a model, or a file of JSON."""
+    """Header of a checkpoint of any version."""
 
-    version: Annotated[int, Field(validation_alias=AliasChoices("schema_version", "version"))]
+    version: int

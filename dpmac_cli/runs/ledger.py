@@ -5,11 +5,12 @@ Imports no torch.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account, done, without
@@ -73,6 +74,28 @@ class Ledger(Account):
         text = files.to_json({"sha256": _sum(spent), "spent": spent})
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
         self.reserved = begun
+
+
+#: How a run ended.
+State = Literal["finished", "interrupted", "budget-spent"]
+
+
+def state_of(step: int, account: Account, planned: TrainingEvent) -> State:
+    """Return how a run ended whose weights have taken ``step`` steps.
+
+    It took all its steps (finished), it was stopped (interrupted), or epsilon would have exceeded
+    ``max_epsilon`` (budget-spent). A run that was calibrated for an epsilon may end earlier, by the
+    steps that were lost.
+
+    Args:
+        step: last step of the weights.
+        account: account of the run, which may have fewer steps than were planned.
+        planned: event of all steps of the run.
+    """
+    if step < account.end:
+        return "interrupted"
+    limited = account.end < planned.steps and not math.isinf(account.max_epsilon)
+    return "budget-spent" if limited and account.kept_to >= account.max_epsilon else "finished"
 
 
 def counts_score(base: int, begun: int, end: int) -> bool:

@@ -31,7 +31,7 @@ from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.ledger import Ledger, read_ledger
+from dpmac_cli.runs.ledger import Ledger, read_ledger, state_of
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent, config_file
@@ -297,7 +297,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
         _check_elsewhere(run, plan, step)
         inherited = Inherited(saved, account.past, step, notes=resolved.notes, data=resolved.data)
         return plan, inherited
-    if step >= account.end and folder.is_published(run):
+    if state_of(step, account, plan.event) != "interrupted" and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {plan.event.steps} steps. To train longer: "
             f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "

@@ -147,8 +147,8 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
             continue
         if plan.private and (did := events_of(run.folder)) != (event,):
             epsilon = max(epsilon, total_epsilon(did, delta))
-        seconds.append(float(report["timings"]["training_seconds"]))
-        value = report["test"].get(key)
+        seconds.append(float(report["environment"]["seconds"]))
+        value = report["scores"].get(key, {}).get("value")
         values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
@@ -169,9 +169,11 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
     if not folder.is_published(run.folder):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
-    plan, taken = run.plan, report["hyperparameters"]["steps"]
+    if report.get("state") != "finished":
+        return None
+    plan, taken = run.plan, report["network"]["steps"]
     whole = taken >= plan.event.steps or plan.settings.epsilon is not None
-    return report if whole and report["state"] == "finished" else None
+    return report if whole else None
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:

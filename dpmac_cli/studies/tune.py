@@ -156,9 +156,9 @@ def covered_score(report: Mapping[str, Any], metric: str) -> float:
 
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
-    if not (report["privacy"]["covered_scores"] or {}).get("released"):
+    if not any(event["records"] == "test" for event in report["events"]):
         raise ValueError("a search needs a covered score")
-    value = report["test"][METRICS[metric].key]
+    value = report["scores"][METRICS[metric].key]["value"]
     return -math.inf if value is None else METRICS[metric].better(float(value))
 
 

@@ -8,7 +8,9 @@ Carlson 1980): in an outer bin, most records are nearer to the middle than to th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from dpmac_cli.libraries import interpolate, np
 
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.floating[Any]]
+
+#: Largest number, and largest number of bins, in a report.
+MOST_NUMBER, MOST_BINS = 1e300, 1000
+Finite = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
+Positive = Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+#: How classes that a report has are read from it.
+IN_REPORTS = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 #: Points in each bin at which the cumulative share is computed, and weight of the cubic in it.
 POINTS, CURVED = 32, 0.6

@@ -19,9 +19,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict, Field
 
 from dpmac_cli.libraries import np, special
+from dpmac_cli.tasks.bins import IN_REPORTS, MOST_BINS, Finite, Positive
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,18 +85,25 @@ class Reliability(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Slope and intercept of probabilities, and the noisy histogram that they follow from.
+    """Calibration: probabilities are softmax(slope z + (0, ..., 0, intercept)) of outputs z.
 
-    Attributes:
-        slope, intercept: a > 0 and b.
-        counts: noisy counts of cells, one pair of labels for each bin.
-        noise: standard deviation of the noise in each count.
+    It follows from noisy counts of training records in bins: of two classes, by the log-odds of the
+    last one, with an edge at 0; of more classes, by the gap between the two largest outputs. Each
+    bin has two counts: of two classes their records, of more classes those of the second and of the
+    most likely class.
     """
 
-    slope: float
-    intercept: float
-    counts: tuple[tuple[float, float], ...]
-    noise: float
+    __pydantic_config__: ClassVar[ConfigDict] = IN_REPORTS
+
+    slope: Positive
+    """Factor of the outputs; 1 if they were left as they are."""
+    intercept: Finite
+    """Added to the output of the last class; 0 for more than two classes."""
+    counts: Annotated[tuple[tuple[Finite, Finite], ...], Field(max_length=MOST_BINS)]
+    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
+    1, 2, 4, 8, and of two classes their negatives too."""
+    noise: Positive
+    """Standard deviation of the noise in each count."""
 
     @classmethod
     def fitted(cls, counts: NDArray[np.float64], noise: float, records: float) -> Calibration:

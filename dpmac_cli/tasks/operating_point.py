@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, ConfigDict
 
 from dpmac_cli.libraries import np, special
-from dpmac_cli.tasks.bins import at_least_0, cumulative
+from dpmac_cli.tasks.bins import IN_REPORTS, Finite, at_least_0, cumulative
 from dpmac_cli.tasks.calibration import SIGNED_EDGES, Calibration
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ def is_point(text: str) -> bool:
     return bool(PROBABILITY.fullmatch(text) or SENSITIVITY.fullmatch(text))
 
 
+def _known_point(text: str) -> str:
+    if text not in (MOST_LIKELY, BALANCED_POINT) and not is_point(text):
+        raise ValueError("is not an operating point")
+    return text
+
+
 def needs_histogram(asked: str) -> bool:
     """Return whether an operating point follows from a histogram only."""
     return not PROBABILITY.fullmatch(asked) and asked != MOST_LIKELY
@@ -48,16 +56,14 @@ def needs_histogram(asked: str) -> bool:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """Decision of a network with two classes.
+    """Decision between two classes: the last one is said above these log-odds of the network."""
 
-    Attributes:
-        asked: what was asked for.
-        log_odds: log-odds of the last class, by the outputs of the network as they are, above which
-            it is said.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = IN_REPORTS
 
-    asked: str
-    log_odds: float
+    asked: Annotated[str, AfterValidator(_known_point)]
+    """What was asked for (--threshold): most-likely, balanced, a sensitivity or a probability."""
+    log_odds: Finite
+    """Difference of the outputs of the network, the last minus the first."""
 
     @classmethod
     def of(cls, asked: str, calibration: Calibration | None) -> OperatingPoint:

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.bins import at_least_0, cumulative
+from dpmac_cli.tasks.bins import (
+    IN_REPORTS,
+    MOST_BINS,
+    Finite,
+    Positive,
+    at_least_0,
+    cumulative,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,15 +38,18 @@ LEVEL = 0.9
 
 @dataclass(frozen=True)
 class Residuals:
-    """Noisy histogram of residuals.
+    """Noisy histogram of residuals, from which the intervals of predictions follow.
 
-    Attributes:
-        counts: noisy counts of bins.
-        noise: standard deviation of the noise in each.
+    A residual is a target minus its prediction, both scaled to [-1, 1] (after the transform).
     """
 
-    counts: tuple[float, ...]
-    noise: float
+    __pydantic_config__: ClassVar[ConfigDict] = IN_REPORTS
+
+    counts: Annotated[tuple[Finite, ...], Field(max_length=MOST_BINS)]
+    """Counts of units of privacy with noise, which may be published. The edges of the bins are 0,
+    and 0.02 times 1.5^k to both sides, for k from 0 to 11."""
+    noise: Positive
+    """Standard deviation of the noise in each count."""
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
         """Return the residuals between which this share of the targets is, as many on each side."""

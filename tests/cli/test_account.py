@@ -136,18 +136,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.promise("price")
 @pytest.mark.parametrize("name", ["finished", "interrupted", "longest"])
 def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
-    privacy = report_of(runs / name)["privacy"]
+    report = report_of(runs / name)
     before = contents(runs)
     for path in (runs / name, runs / name / "report.json"):
         (row,) = answered(str(path))
-        assert row["epsilon"] == pytest.approx(privacy["epsilon"], rel=1e-9)
-        assert row["delta"] == privacy["delta"]
-        assert row["steps"] == privacy["steps"]
-        assert row["noise_multiplier"] == privacy["noise_multiplier"]
-        assert row["adjacency"] == privacy["adjacency"]
-        assert row["statement"] == privacy["statement"]
-    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "longest": 3}[name]
-    shown = format_epsilon(privacy["epsilon"])
+        assert row["epsilon"] == pytest.approx(report["epsilon"], rel=1e-9)
+        assert row["delta"] == report["delta"]
+        assert row["steps"] == sum(event["steps"] for event in report["events"])
+        noises = {event["noise_multiplier"] for event in report["events"]}
+        assert row["noise_multiplier"] == (noises.pop() if len(noises) == 1 else None)
+        assert report["sentences"]["adjacency"].startswith(row["adjacency"])
+        assert row["statement"] == report["sentences"]["guarantee"]
+    assert len(report["events"]) == {"finished": 1, "interrupted": 1, "longest": 3}[name]
+    shown = format_epsilon(report["epsilon"])
     result = account(str(runs / name))
     assert result.exit_code == 0
     assert result.stdout.startswith(f"epsilon {shown} at delta 1e-05\n")
@@ -183,7 +184,7 @@ def altered(folder: Path, change: Change) -> Path:
     copy = Path("altered")
     shutil.copytree(folder, copy)
     report = report_of(copy)
-    change(report["privacy"])
+    change(report)
     (copy / "report.json").write_text(json.dumps(report))
     return copy
 
@@ -194,7 +195,7 @@ def altered(folder: Path, change: Change) -> Path:
 def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
     name: str, factor: float, runs: Path
 ) -> None:
-    true = report_of(runs / name)["privacy"]["epsilon"]
+    true = report_of(runs / name)["epsilon"]
     copy = altered(runs / name, lambda privacy: privacy.update(epsilon=true * factor))
     result = account(f"{copy} --json")
     assert result.exit_code == 2

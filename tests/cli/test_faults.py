@@ -56,8 +56,8 @@ def at_step(step: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) 
 def counted(run: str) -> list[int]:
     """The steps that a run's report counts, of each session."""
     report = report_of(run)
-    assert report["hyperparameters"]["steps"] == 9
-    return [event["steps"] for event in report["privacy"]["events"]]
+    assert report["network"]["steps"] == 9
+    return [event["steps"] for event in report["events"]]
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_smaller_chunks_are_shown_and_not_recorded(
     assert shown.exit_code == 0
     assert shown.output.count("memory ran out in step 6: continuing with ") == 1
     report = report_of("short")
-    assert report["machine"]["physical_batch"] == 1024
+    assert report["settings"]["physical_batch"] == 1024
     assert "physical-batch" not in Path("short/config.yaml").read_text()
 
 
@@ -303,7 +303,7 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     assert all(t.isfinite().all() for t in checkpoint.read(Path("run")).tensors.values())
     command = ("train", "--resume", "run", "--lr", "0.001", "--out", "longer")
     assert dpmac(*command).exit_code == 0
-    events = report_of("longer")["privacy"]["events"]
+    events = report_of("longer")["events"]
     assert [event["steps"] for event in events] == [step, 9 - kept]
 
 
@@ -321,7 +321,7 @@ def test_a_run_that_ended_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", meanwhile)
     failed(dpmac(*RUN), 2, "--out run already contains a run")
-    assert report_of("run")["hyperparameters"]["steps"] == 3
+    assert report_of("run")["network"]["steps"] == 3
 
 
 # Replacing a run

@@ -81,7 +81,7 @@ def test_an_npz_of_images_on_a_registered_data_set(digits: Path) -> None:
     assert [row["row"] for row in rows] == list(map(str, range(360)))
     right = [row["predicted"] == str(k) for row, k in zip(rows, split.labels.tolist(), strict=True)]
     report = report_of(digits)
-    assert sum(right) / 360 == report["test"]["accuracy"]
+    assert sum(right) / 360 == report["scores"]["accuracy"]["value"]
     for row in rows:
         shares = [float(row[f"p_{n}"]) for n in range(10)]
         assert sum(shares) == pytest.approx(1, abs=1e-5)
@@ -151,7 +151,7 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     assert list(rows[0]) == ["row", "id", "predicted", "p_low", "p_high"]
     assert [row["id"] for row in rows] == ["7", "007", "9"]
     x = np.array([[30.0, 1, 0, 0, 0], [100, 0, 0, 0, 1], [3.5, 0, 0, 1, 0]])
-    facts = report_of(tabular)["input"]
+    facts = report_of(tabular)["data"]["records"]
     low, high = map(np.array, (facts["low"], facts["high"]))
     inputs = torch.from_numpy((2 * x - low - high) / (high - low)).float()
     logits = load_model(tabular).model(inputs)
@@ -224,12 +224,12 @@ def evaluation(*args: str | Path) -> dict[str, Any]:
 def test_json_agrees_with_the_report(digits: Path, name: str) -> None:
     body = evaluation(digits / name)
     assert {"accuracy", "loss", "samples", "per_class", "confusion"} <= body.keys()
-    test = report_of(digits)["test"]
+    test = report_of(digits)["scores"]
     assert body["accuracy"] == test["accuracy"]
     assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
     assert body["samples"] == 360
-    assert body["intervals"]["accuracy"] == test["accuracy_interval"]
-    shown = " to ".join(f"{end:.2%}" for end in test["accuracy_interval"])
+    assert body["intervals"]["accuracy"] == [test["accuracy"]["low"], test["accuracy"]["high"]]
+    shown = " to ".join(f"{end:.2%}" for end in body["intervals"]["accuracy"])
     assert shown in evaluate(digits / name).stdout
 
 

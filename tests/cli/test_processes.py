@@ -50,7 +50,7 @@ def test_by_torchrun() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("digits: 1,437 records") == 1  # rank 0 alone prints
-    assert report_of("run")["privacy"]["steps"] == 5
+    assert report_of("run")["events"][0]["steps"] == 5
 
 
 def wait_for_training() -> None:
@@ -81,7 +81,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
         assert alone.returncode == 0, err
     longer = report_of("longer")
     assert longer["state"] == "finished"
-    assert len(longer["privacy"]["events"]) == 2  # the parent's, too
+    assert len(longer["events"]) == 2  # the parent's, too
 
 
 # Names with characters that a terminal or a locale cannot encode.
@@ -157,6 +157,6 @@ def test_files_of_a_run_are_in_utf_8_in_every_locale() -> None:
     trained = ("train", "--dataset", "table.csv", "--schema", "table.yaml", *SHORT, "--out", "run")
     commands = (trained, ("card", "run"), ("predict", "run", "table.csv", "--out", "p.csv"))
     run_all([(list(words), 0) for words in commands], ASCII_LOCALE)
-    assert report_of("run")["classes"] == [*CLASSES[:2]]
+    assert report_of("run")["data"]["classes"] == [*CLASSES[:2]]
     for name in ("run/model-card.md", "p.csv"):
         assert CLASSES[0] in Path(name).read_text(encoding="utf-8"), name

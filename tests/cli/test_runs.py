@@ -73,9 +73,9 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
     }
     for name in ("run-2", "run-10", "spent", "stopped"):
         report = report_of(study / name)
-        assert found[name]["epsilon"] == report["privacy"]["epsilon"]
-        assert found[name]["score"] == report["test"][found[name]["metric"]]
-        assert found[name]["optimizer"] == report["optimizer"]
+        assert found[name]["epsilon"] == report["epsilon"]
+        assert found[name]["score"] == report["scores"][found[name]["metric"]]["value"]
+        assert found[name]["optimizer"] == report["settings"]["optimizer"]
         assert (found[name]["delta"]) == 1e-5
         assert found[name]["seeded"] is (name == "run-10")
     assert {found["killed"][name] for name in ("epsilon", "score", "seeded")} == {None}
@@ -112,5 +112,5 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
 def test_a_report_that_cannot_be_read_is_not_overlooked(study: Path) -> None:
     report = report_of(study / "run-2")
     Path("runs/newer").mkdir(parents=True)
-    Path("runs/newer", folder.REPORT).write_text(json.dumps({**report, "schema_version": 99}))
+    Path("runs/newer", folder.REPORT).write_text(json.dumps({**report, "version": 99}))
     assert [entry["state"] for entry in listed()] == ["damaged"]

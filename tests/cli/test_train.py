@@ -100,7 +100,7 @@ def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
     assert "--max-epsilon 0.06 allows 1 of 3 steps" in result.stdout
     assert "stopped: epsilon would exceed --max-epsilon" in result.stderr
     report = report_of("run")
-    assert report["privacy"]["epsilon"] <= 0.06
+    assert report["epsilon"] <= 0.06
     assert report["state"] == "budget-spent"
 
 
@@ -134,9 +134,9 @@ def test_a_run_resumed_into_another_folder_says_what_it_continues() -> None:
     assert lines[-2].startswith("longer: model.safetensors")
     assert contents(parent) == before
     report = report_of("longer")
-    assert [event["steps"] for event in report["privacy"]["events"]] == [3, 9]
-    assert report["hyperparameters"]["lr"] == 0.01
-    assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
+    assert [event["steps"] for event in report["events"]] == [3, 9]
+    assert report["settings"]["lr"] == 0.01
+    assert f"privacy epsilon {format_epsilon(report['epsilon'])} at" in result.stdout
 
 
 # Processes of their own
@@ -158,9 +158,8 @@ def test_a_signal_ends_the_run_with_everything_written() -> None:
         assert "Traceback" not in said
         report = report_of(number.name)
         assert report["state"] == "interrupted"
-        assert report["privacy"]["epsilon"] < report["privacy"]["epsilon_planned"]
         result = score(Path(number.name), None, None, "cpu").result
-        assert result.accuracy == report["test"]["accuracy"]
+        assert result.accuracy == report["scores"]["accuracy"]["value"]
 
 
 @pytest.mark.long
@@ -174,7 +173,10 @@ def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     assert done.stderr == (said if full else "")
     report = report_of("run")
     assert report["state"] == "finished"
-    assert score(Path("run"), None, None, "cpu").result.accuracy == report["test"]["accuracy"]
+    assert (
+        score(Path("run"), None, None, "cpu").result.accuracy
+        == report["scores"]["accuracy"]["value"]
+    )
 
 
 def said(*updates: Update) -> str:
@@ -224,11 +226,15 @@ def shown_of(result: Compared, **flags: Any) -> str:
     last = Evaluated(1, 1.0, 0.1, found)
     display.show(Update(event=last, epsilon=1.0, planned=1.0))
     display.close()
-    report = {"test": {"accuracy": 0.5, "samples": 2}, "audit": None, "operating_point": None}
-    privacy, classes = {"covered_scores": None, "private": False}, list[str]()
-    display.show(
-        Finished({**report, "privacy": privacy, "classes": classes}, Path("run"), "interrupted")
-    )
+    report = {
+        "settings": {"cover_scores": False},
+        "data": {"classes": []},
+        "network": {"operating_point": None},
+        "delta": None,
+        "scores": {"accuracy": {"value": 0.5}, "samples": 2},
+        "sentences": {},
+    }
+    display.show(Finished(report, Path("run"), "interrupted"))
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 
