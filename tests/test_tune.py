@@ -39,12 +39,11 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import (
     RESTARTED,
-    RUNNING,
     Dimension,
     SearchSpace,
     events_of_trial,
     plan_search,
-    secret_places,
+    secret_place,
 )
 from dpmac_cli.studies.tune import carry_out_search, covered_score
 from tests.digits_runs import metrics_of, report_of
@@ -90,7 +89,7 @@ class Trainer:
         score = self.scores.pop(0)
         if score is None:
             raise DivergedError(1)
-        report = {"privacy": {"covered_scores": {"released": 1}}, "test": {"accuracy": score}}
+        report = {"events": [{"records": "test"}], "scores": {"accuracy": {"value": score}}}
         for name in folder.PUBLISHED:
             text = json.dumps(report) if name == folder.REPORT else f"{score}"
             files.write_atomically(where / name, text.encode())
@@ -146,8 +145,8 @@ def test_nothing_else_is_visible_while_it_goes_on(
 ) -> None:
     def watched(*args: Any) -> Iterator[Finished]:
         for event in trained(*args):
-            [secret] = Path().iterdir()
-            assert secret.name == f"{RUNNING}-{OUT}"
+            secret = secret_place(OUT)
+            assert not [*Path().iterdir()]
             assert {path.name for path in secret.iterdir()} == {"trial", folder.LOCK}  # no loser
             assert stat.S_IMODE(secret.stat().st_mode) == 0o700
             yield event
@@ -172,7 +171,7 @@ def test_no_time_in_a_folder_tells_when_the_search_began(
     for name in ("there", "empty"):
         Path(name).mkdir()
     if left:
-        secret, *_ = secret_places(Path(out))
+        secret = secret_place(Path(out))
         (secret / "trial").mkdir(parents=True)
         for file in (
             secret / folder.LOCK,
@@ -194,19 +193,7 @@ def test_no_time_in_a_folder_tells_when_the_search_began(
     assert min(times.values()) > DURING
     assert {Path(out).absolute(), *Path(out).absolute().iterdir()} <= times.keys()
     assert len([*Path(out).iterdir()]) == len(folder.PUBLISHED) + 1
-    assert not [path for path in Path().rglob("*") if path.name.startswith(RUNNING)]
-
-
-def test_what_a_killed_search_has_left_is_removed_though_its_place_would_be_another_now(
-    trained: Trainer,
-) -> None:
-    [first, *_] = secret_places(Path("new/out"))
-    (first / "trial").mkdir(parents=True)
-    Path("new").mkdir()
-    del trained.scores[3:]
-    finish(carry_out_search(replace(space(), out=Path("new/out"))))
-    assert [path.name for path in Path().iterdir()] == ["new"]
-    assert [path.name for path in Path("new").iterdir()] == ["out"]
+    assert not secret_place(Path(out)).exists()
 
 
 def test_a_search_is_refused_at_once_where_its_folder_cannot_be_made(trained: Trainer) -> None:
@@ -294,7 +281,7 @@ def test_no_screen_or_log_tells_the_number_of_trials(
         if how == "terminal":
             monkeypatch.setenv("FORCE_COLOR", "1")
         if how == "killed":
-            secret_places(OUT)[0].mkdir()
+            secret_place(OUT).mkdir(parents=True, exist_ok=True)
         with monkeypatch.context() as patch:
             if how == "stopped":  # in the last trial
                 last = contextlib.nullcontext(lambda of=trials: of.left == 0)
@@ -386,9 +373,9 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
         assert "is a trial of a search" in result.output
 
 
-@pytest.mark.parametrize("covered", [None, {"released": 0}])
-def test_only_a_covered_score_can_decide(covered: Any) -> None:
-    report = {"privacy": {"covered_scores": covered}, "test": {"accuracy": 0.5}}
+@pytest.mark.parametrize("events", [[], [{"records": "training"}]])
+def test_only_a_covered_score_can_decide(events: Any) -> None:
+    report = {"events": events, "scores": {"accuracy": {"value": 0.5}}}
     with pytest.raises(ValueError, match="covered"):
         covered_score(report, "accuracy")
 
@@ -471,7 +458,7 @@ def test_the_command_shows_a_plan_and_no_trial(draws: list[int]) -> None:
         shown.append([line for line in lines if not line.startswith(("settings ", "test "))])
         (score, *_) = [line for line in lines if line.startswith("test accuracy ")]
         report = report_of(f"out{number}")
-        assert score.split()[2] == f"{report['test']['accuracy']:.2%}"
+        assert score.split()[2] == f"{report['scores']['accuracy']['value']:.2%}"
     assert shown[0] == shown[1]
     (whole,) = [line.split()[5] for line in shown[0] if line.startswith("search and model")]
     assert 0.49 < float(whole) <= 0.5

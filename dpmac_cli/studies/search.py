@@ -3,8 +3,10 @@
 Every value is validated before anything is trained, and so is every combination. Imports no torch.
 """
 
+import hashlib
 import itertools
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +23,7 @@ from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.files import cache_folder
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import MOST, RANGE, read_values, resolved
 
@@ -33,8 +36,6 @@ MEAN, MEAN_NEAR = 20, 4
 NEAR = 2.0
 #: Significant digits of a number that is drawn from a range.
 DIGITS = 3
-#: Secret folder of a search while it runs.
-RUNNING = ".search"
 RELEASED = "Nothing of the search was released, so no epsilon was spent."
 RESTARTED = f"The last search in this folder was stopped, so it is started again. {RELEASED}"
 #: Settings that a search decides itself, and why.
@@ -151,15 +152,10 @@ class SearchSpace:
         return replace(plan, settings=settings, search=self.search)
 
 
-def secret_places(out: Path) -> list[Path]:
-    """Return where a search for a folder may keep its trials, of which it uses the first.
-
-    There is one in each folder on the way to ``out`` that exists, from ``out`` itself up. So a
-    search makes no other folder before it ends: its time would tell how long the search was.
-    """
-    above = out.absolute()
-    ways = {there: out.absolute().relative_to(there).parts for there in (above, *above.parents)}
-    return [there / "-".join((RUNNING, *way)) for there, way in ways.items() if there.is_dir()]
+def secret_place(out: Path) -> Path:
+    """Return the folder beside the cache where a search for a folder keeps its current trial."""
+    digest = hashlib.sha256(os.fsencode(out.absolute())).hexdigest()[:16]
+    return cache_folder().with_name(f"search-{digest}")
 
 
 def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
@@ -276,5 +272,5 @@ def _calibrated(
         search=search(epsilon),
         plans=plans(epsilon),
         out=out,
-        notes=(*notes, *[RESTARTED] * any(place.exists() for place in secret_places(out))),
+        notes=(*notes, *[RESTARTED] * secret_place(out).exists()),
     )

@@ -24,7 +24,7 @@ from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import load
-from dpmac_cli.studies.search import SearchSpace, plan_search, secret_places
+from dpmac_cli.studies.search import SearchSpace, plan_search, secret_place
 from dpmac_cli.tasks.task import METRICS
 
 #: Folder of the current trial, in the secret one.
@@ -65,20 +65,17 @@ def carry_out_search(
     """Carry out a search, and yield its result. Raises the errors of :func:`tune`.
 
     Nothing tells the number of trials. What a trial prints, logs or tells of its progress is
-    discarded. Until the last trial has ended, there is only a secret folder, with the lock. Then
-    that is removed, and the published files are written as new ones. So all times are of the end.
+    discarded. Until the last trial has ended, there is only a secret folder elsewhere, with the
+    lock. Then that is removed, and the published files are written. So all times are of the end.
     """
     first, out = space.plans[0], space.out
-    secret, *others = secret_places(out)
-    with contextlib.ExitStack() as held:
-        for place in (secret, *filter(Path.exists, others)):
-            held.enter_context(_secret_folder(place))
-        _check_free(out, secret)
+    with _secret_folder(secret_place(out)) as secret:
+        _check_free(out)
         device = choose_device(first.settings.device)
         data = load(first, device, space.data)
         with _silence():
             best = _best(space, secret / TRIAL, stop, data)
-    _check_free(out, secret)  # another run may have begun in it meanwhile
+    _check_free(out)  # another run may have begun in it meanwhile
     folder.make_folder(out)
     for name, content in best.items():
         files.write_atomically(out / name, content)
@@ -86,12 +83,12 @@ def carry_out_search(
     yield Finished(_report(best), out, "finished")
 
 
-def _check_free(out: Path, secret: Path) -> None:
+def _check_free(out: Path) -> None:
     """Reject a folder with files, and remove what a run that was killed has left.
 
     Its time would tell that of an earlier start. Raises InputError, also if it cannot be written.
     """
-    left = {*out.absolute().iterdir()} - {secret} if out.is_dir() else set[Path]()
+    left = list(out.absolute().iterdir()) if out.is_dir() else []
     if not out.is_dir() or not all(map(folder.is_leftover, left)):
         folder.check_chosen_folder(out, force=True)
         if left:
@@ -178,8 +175,8 @@ def _remove_leftover(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _secret_folder(place: Path) -> Iterator[None]:
-    """Make a folder that only its owner can read, lock it, and remove it at the end.
+def _secret_folder(place: Path) -> Iterator[Path]:
+    """Make and yield a folder that only its owner can read, lock it, and remove it at the end.
 
     What a killed search has left in it is removed at the start. Raises InputError if another
     process has locked it, or it cannot be made or removed.
@@ -189,7 +186,7 @@ def _secret_folder(place: Path) -> Iterator[None]:
     with folder.locked(place):
         folder.remove(place / TRIAL)
         try:
-            yield
+            yield place
         finally:
             folder.remove(place / TRIAL)
             folder.remove(place)
