@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -334,8 +335,14 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(
     finished: Finished, tmp_path: Path
 ) -> None:
     text = page_of(finished.folder, tmp_path)
-    course, attacks = pictures(text)
+    course, _, attacks = pictures(text)
     assert "<h2>Test accuracy and epsilon</h2>" in text
+    assert "<h2>Test records by true and predicted class</h2>" in text
+    title, *_ = text[text.index("Test records by true and") :].split("</figure>")
+    drawn = Counter(map(int, re.findall(r"<!-- (\d+) -->", title)))
+    for row in finished.report["scores"]["confusion"]:
+        drawn.subtract(row)
+    assert drawn == Counter([*range(10), *range(10)])  # the names of the classes on both axes
     assert "<h2>What any membership attack can reach</h2>" in text
     assert "<td>trust model</td>" in text
     assert "optimizer: dp-macadam" in text

@@ -15,7 +15,15 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.libraries import jinja2, markdown_it, torch
-from dpmac_cli.release.plots import as_svg, course, reliability, trade_offs
+from dpmac_cli.release.plots import (
+    as_svg,
+    confusion,
+    course,
+    rates,
+    reliability,
+    residuals,
+    trade_offs,
+)
 from dpmac_cli.release.report import Report, Score, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
@@ -42,7 +50,7 @@ def web_page(text: str, pictures: Mapping[str, "Figure"], below: str = "") -> st
 
 
 def run_page(run: Path) -> str:
-    """Return a web page of a run: model card, training curves, bounds on attacks, settings.
+    """Return a web page of a run: figures, pictures, the guarantee in words, and settings.
 
     Raises InputError if it has no card, report or metrics.
     """
@@ -50,14 +58,33 @@ def run_page(run: Path) -> str:
     points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
+    pictures |= _pictures_of_scores(report)
     if report.delta is not None:
         row = price(report.events, report.delta, search=report.search)
         pictures["What any membership attack can reach"] = trade_offs([row])
-    if bins := _reliability(report):
-        pictures["Reliability of probabilities"] = reliability(bins)
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     figures, words = _figures_first(card)
     return web_page(figures, pictures, f"{words}\n\n## Settings\n\n```yaml\n{settings}```\n")
+
+
+def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
+    """Return pictures of how well a model predicts, by their titles.
+
+    They are of the scores in the report, and of the noisy histogram of the training records.
+    """
+    pictures, network, classes = dict[str, "Figure"](), report.network, report.data.classes
+    counts = getattr(report.scores, "confusion", None)
+    if counts is not None and len(classes) <= MOST_CLASSES:
+        pictures["Test records by true and predicted class"] = confusion(counts, classes)
+    if bins := _reliability(report):
+        pictures["Reliability of probabilities"] = reliability(bins)
+    if network.calibration is not None and len(classes) == 2:
+        title = "Sensitivity and specificity by the noisy histogram of the training records"
+        pictures[title] = rates(network.calibration)
+    if network.residuals is not None:
+        title = "Targets minus predictions by the noisy histogram, and the interval of 90%"
+        pictures[title] = residuals(network.residuals)
+    return pictures
 
 
 #: First line of the table of figures in a card, and titles of sections that have figures alone.

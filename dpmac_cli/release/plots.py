@@ -3,14 +3,17 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
-from dpmac_cli.tasks.calibration import Reliability
+from dpmac_cli.tasks.calibration import Calibration, Reliability
+from dpmac_cli.tasks.operating_point import ENDS, MOST_LIKELY, OperatingPoint
+from dpmac_cli.tasks.residuals import ENDS as BINS_OF_RESIDUALS
+from dpmac_cli.tasks.residuals import LEVEL, Residuals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,6 +90,40 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     return figure
 
 
+class Point(NamedTuple):
+    """Mean score of the runs of a cell after an epoch, and epsilon of one of them by then.
+
+    ``epsilon`` is None without privacy.
+    """
+
+    epoch: float
+    epsilon: float | None
+    score: float
+
+
+def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
+    """Draw scores over epsilon, and over epochs: one line for each cell of a study, by its name.
+
+    A ``share`` is in percent.
+    """
+    figure, (by_epsilon, by_epoch) = new_figure(2)
+    scale = 100 if share else 1
+    for name, points in cells.items():
+        label = name.replace("$", r"\$")
+        private = [point for point in points if point.epsilon is not None]
+        spent = [point.epsilon for point in private if point.epsilon is not None]
+        by_epsilon.plot(spent, [scale * point.score for point in private], marker=".", label=label)
+        epochs = [point.epoch for point in points]
+        by_epoch.plot(epochs, [scale * point.score for point in points], marker=".", label=label)
+    title = f"test {score}{', percent' * share}"
+    by_epsilon.set(xlabel="epsilon of one run", ylabel=title)
+    by_epoch.set(xlabel="epoch", ylabel=title)
+    by_epoch.locator_params("x", integer=True)
+    if cells:
+        by_epoch.legend(fontsize="small")
+    return figure
+
+
 def reliability(bins: Sequence[Reliability]) -> "Figure":
     """Draw shares of records by noisy counts over the probabilities that are said of them."""
     figure, (panel,) = new_figure(1)
@@ -105,6 +142,52 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     panel.plot([of.trained for of in bins], shares, "x", color=COLOURS[2], label="as trained")
     panel.set(xlabel="probability", ylabel="share by the noisy histogram")
     panel.legend(fontsize="small")
+    return figure
+
+
+def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure":
+    """Draw the numbers of test records by true class (rows) and predicted class (columns)."""
+    figure, (panel,) = new_figure(1)
+    panel.grid(visible=False)
+    table = np.array(counts)
+    shares = table / table.sum(1, keepdims=True).clip(1)
+    panel.imshow(shares, cmap="Greys", vmin=0, vmax=1)
+    for (row, column), count in np.ndenumerate(table):
+        colour = "white" if shares[row, column] > 0.5 else "black"
+        size = "medium" if len(names) < 6 else "x-small"
+        panel.text(column, row, f"{count:,}", ha="center", va="center", color=colour, size=size)
+    places, labels = range(len(names)), [name.replace("$", r"\$") for name in names]
+    panel.set_xticks(places, labels, rotation=30 if max(map(len, names)) > 3 else 0)
+    panel.set_yticks(places, labels)
+    panel.set(xlabel="predicted class", ylabel="true class")
+    return figure
+
+
+def rates(calibration: Calibration) -> "Figure":
+    """Draw sensitivity over 1 - specificity of two classes, by the noisy histogram of records."""
+    figure, (panel,) = new_figure(1)
+    panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1, label="guessing")
+    places = np.linspace(ENDS[0], ENDS[-1], 200)
+    points = [OperatingPoint(MOST_LIKELY, float(odds)).rates(calibration) for odds in places]
+    panel.plot([1 - specificity for _, specificity in points], [found for found, _ in points])
+    panel.set(xlabel="1 - specificity", ylabel="sensitivity")
+    return figure
+
+
+def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
+    """Draw the noisy histogram of residuals, and the ends of the interval of a share of them."""
+    figure, (panel,) = new_figure(1)
+    counts = np.array(histogram.counts).clip(0)
+    shares = counts / max(counts.sum(), 1.0)
+    panel.stairs(shares, BINS_OF_RESIDUALS, fill=True, color="#bbbbbb")
+    for end in histogram.interval(level):
+        panel.axvline(end, color=COLOURS[1], linestyle="--")
+    wide = max(abs(end) for end in histogram.interval(0.99))
+    panel.set_xlim(-1.5 * wide, 1.5 * wide)
+    panel.set(
+        xlabel="target minus prediction, both scaled to [-1, 1]",
+        ylabel="share of the records in a bin",
+    )
     return figure
 
 
