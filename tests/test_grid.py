@@ -39,6 +39,7 @@ from dpmac_cli.studies.results import (
     holm,
     judge,
     paired,
+    study_figure,
     write_comparison,
 )
 from dpmac_cli.tasks.task import METRICS
@@ -220,6 +221,36 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -
     assert found(4, "finished") == [True, True]
     assert found(3, "finished") == [False, True]
     assert found(4, "interrupted") == [False, False]
+
+
+def test_a_figure_has_the_mean_scores_of_finished_runs_by_epsilon_and_by_epoch(
+    tmp_path: Path,
+) -> None:
+    flags = {"dataset": "digits", "optimizers": "dp-sgd,dp-adam", "sigma": "6", "epochs": "2"}
+    study = plan({**flags, "seeds": "2"}, None, tmp_path)
+    for number, run in enumerate(study.runs[:3]):  # the last one is not finished
+        run.folder.mkdir()
+        report = {"state": "finished", "network": {"steps": run.plan.event.steps}}
+        (run.folder / "report.json").write_text(json.dumps(report))
+        (run.folder / "SHA256SUMS").touch()
+        scores = (0.2 + number / 10, 0.6 + number / 10)
+        lines = [
+            {"epoch": epoch, "epsilon": epoch / 10, "test_accuracy": score}
+            for epoch, score in enumerate(scores, 1)
+        ]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (run.folder / "metrics.jsonl").write_text(text)
+    by_epsilon, by_epoch = study_figure(study).get_axes()
+    for panel, places in ((by_epsilon, [0.1, 0.2]), (by_epoch, [1, 2])):
+        first, second = panel.get_lines()
+        assert (first.get_label(), second.get_label()) == ("dp-sgd, sigma 6", "dp-adam, sigma 6")
+        assert (
+            np.asarray(first.get_xdata()).tolist()
+            == np.asarray(second.get_xdata()).tolist()
+            == places
+        )
+        assert np.asarray(first.get_ydata()).tolist() == pytest.approx([25, 65])
+        assert np.asarray(second.get_ydata()).tolist() == pytest.approx([40, 80])
 
 
 @pytest.mark.promise("price")

@@ -16,12 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, stop, stop_request
+from dpmac_cli.cli.options import command, faults_of_file, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import OneOf, SomePath
 from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.files import to_json
+from dpmac_cli.release.plots import KINDS, write_figure
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
@@ -30,6 +31,7 @@ from dpmac_cli.studies.results import (
     COMPARE_MD,
     collect,
     finished_report,
+    study_figure,
     write_comparison,
 )
 from dpmac_cli.tasks.task import METRICS
@@ -57,6 +59,13 @@ Cluster = Annotated[
         "machine]"
     ),
 ]
+StudyPlot = Annotated[
+    SomePath | None,
+    Field(
+        description="Draw scores over epsilon, and over epochs (.png, .svg or .pdf). An existing "
+        "file is replaced."
+    ),
+]
 StudyFolder = Annotated[SomePath, Field(description="Folder of the study.")]
 
 
@@ -73,6 +82,7 @@ def compare(
     dry_run: DryRun = False,
     config: Config = None,
     out: StudyFolder = Path("runs/compare"),
+    plot: StudyPlot = None,
     json: PrintJson = False,
     quiet: Quiet = False,
     **given: Any,
@@ -85,7 +95,11 @@ def compare(
     reused, interrupted runs are resumed, and failed runs are tried again. With --dry-run --json,
     the commands that are left are printed, to run them elsewhere.
 
-    Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
+    Examples:
+
+        dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
+
+        dpmac compare --dataset digits --epsilon 1,3 --plot digits.png
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
@@ -96,6 +110,8 @@ def compare(
         raise InputError(
             "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
         )
+    if plot is not None:
+        raise_errors(faults_of_file(plot, KINDS, True, "plot"))
     with console.waiting(quiet, "settings"):
         grid = plan(given, config, out / RUNS)
     if not quiet:
@@ -112,10 +128,13 @@ def compare(
     failures, interrupted = _carry_out(grid, out, screen, executor, jobs, cluster)
     with console.waiting(quiet, "table"):
         texts = write_comparison(collect(grid, failures), out)
+        if plot is not None:
+            write_figure(study_figure(grid), plot)
     if json:
         console.print_result(texts[COMPARE_JSON])
     elif not quiet:
         written = f"{out}: {', '.join([*texts, folder.SUMS])}"
+        written += "" if plot is None else f"; {plot}"
         console.stdout().print(Text(f"{texts[COMPARE_MD]}\n{written}"))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:

@@ -3,13 +3,13 @@
 import itertools
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -22,13 +22,16 @@ from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.libraries import special
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.card import web_page
-from dpmac_cli.release.plots import means
+from dpmac_cli.release.plots import Point, curves, means
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -425,6 +428,33 @@ def study_page(out: Path) -> str:
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
     picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
     return web_page(title + table.decode(), {"The same as a picture": picture})
+
+
+def study_figure(grid: Grid) -> "Figure":
+    """Draw the mean score of each cell over epsilon, and over epochs, from its finished runs."""
+    metric = METRICS[grid.plan.settings.metric]
+    cells = dict[str, list[Point]]()
+    groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
+    for (labels, column), runs in groups:
+        points = [*_course(runs, metric)]
+        if points:
+            cells[f"{row_name(labels)}, {grid.column} {column:g}"] = points
+    return curves(cells, metric.title, share=metric.share)
+
+
+def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
+    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl."""
+    scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
+    for run in runs:
+        if finished_report(run) is None:
+            continue
+        for text in (run.folder / folder.METRICS).read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if (score := line.get(metric.logged)) is not None:
+                scores[line["epoch"]].append(score)
+                spent[line["epoch"]] = line["epsilon"]
+    for epoch in sorted(scores):
+        yield Point(epoch, spent[epoch], fmean(scores[epoch]))
 
 
 def _shown(value: float, metric: EvaluationMetric) -> str:

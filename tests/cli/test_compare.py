@@ -91,8 +91,11 @@ def wait_for_steps(out: Path) -> None:
 @pytest.mark.long
 def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    result = dpmac(*SMALL, "--out", str(out), "--jobs", "2", columns=80)
+    figure = tmp_path / "study.svg"
+    flags = ("--out", str(out), "--jobs", "2", "--plot", str(figure))
+    result = dpmac(*SMALL, *flags, columns=80)
     assert result.exit_code == 0, result.output
+    assert figure.read_bytes().startswith(b"<?xml")
     rows = table(out)
     assert [(row["optimizer"], row["seeds"]) for row in rows] == [("dp-sgd", 2), ("dp-macadam", 2)]
     for row in rows:
