@@ -27,6 +27,7 @@ from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.folder import locked
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Job, Look, carry_out, reason
+from tests.cli.test_faults import file_size_limit, unprivileged
 from tests.digits_runs import report_of
 from tests.test_card import page_of, pictures
 from tests.typed import ENVIRONMENT, dpmac, process
@@ -292,6 +293,57 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     output, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors
     assert_went_on(out, undisturbed)
+
+
+@pytest.mark.long
+def test_seeded_runs_on_two_workers_of_ray_are_those_trained_here(
+    cluster: str, tmp_path: Path
+) -> None:
+    """To the last bit of every weight."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    completed(*SMALL, "--out", str(here))
+    workers = ("--executor", "ray", "--cluster", cluster, *TWO)
+    completed(*SMALL, *workers, "--out", str(there))
+    models = sorted(path.relative_to(here) for path in here.glob("runs/*/model.safetensors"))
+    assert len(models) == 4
+    for model in models:
+        assert (here / model).read_bytes() == (there / model).read_bytes()
+    assert table(here) == table(there)
+
+
+# Disks.
+
+
+@pytest.mark.long
+def test_a_full_disk_is_said_once_for_all_runs(tmp_path: Path) -> None:
+    with file_size_limit() as limit:
+        limit(3000)
+        result = dpmac(*SMALL, "--out", str(tmp_path / "study"))
+    assert result.exit_code in (2, 4), result.output
+    [line] = [line for line in result.stderr.splitlines() if "Free some space" in line]
+    assert line.startswith(("error: ", "failed: "))
+    assert "File too large" in line
+    assert "Traceback" not in result.output
+    again = dpmac(*SMALL, "--out", str(tmp_path / "study"))
+    assert again.exit_code == 0, again.output
+
+
+def test_a_folder_that_may_not_be_written_to_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "study" / "runs").mkdir(parents=True)
+    places = (tmp_path, tmp_path / "study", tmp_path / "study" / "runs")
+    for place in places:
+        place.chmod(0o555)
+    try:
+        with unprivileged():
+            results = [dpmac(*SMALL, "--out", str(tmp_path / name)) for name in ("new", "study")]
+    finally:
+        for place in places:
+            place.chmod(0o755)
+    for result in results:
+        assert result.exit_code == 2
+        [line] = result.stderr.splitlines()
+        assert "Permission denied" in line
+        assert "Make it writable" in line
 
 
 class Scripted:
