@@ -8,7 +8,7 @@ from dpmac_cli.accounting.accountants import (
     total_epsilon,
     used_accountant,
 )
-from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.risk import Risk
 from dpmac_cli.accounting.selection import Done, Search
 from dpmac_cli.accounting.statements import (
@@ -26,43 +26,76 @@ SMALL_DELTA = 1e-7
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A privacy cost and all its inputs; None for values that differ between parts.
+    """A privacy cost, and what it is of. Values that differ between parts are None.
 
     Attributes:
-        statement: the guarantee in plain sentences. unit: unit of privacy, in words.
         events: one event per part.
-        noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
-        compositions: number of mechanisms on all records.
-        solved: setting that was solved for; None for epsilon.
         accountant: accountant that epsilon is from, see
             :func:`~dpmac_cli.accounting.accountants.used_accountant`.
-        risk: bounds on attacks, if requested.
+        unit: unit of privacy, in words.
         search: search that the events are one trial of; None if there was none.
+        dataset_size, batch_size: n and B, if they are known.
+        solved: setting that was solved for; None for epsilon.
+        risk: bounds on attacks, if requested.
     """
 
-    statement: str
     events: tuple[TrainingEvent, ...]
     epsilon: float
     delta: float
-    noise_multiplier: float | None
-    sampling_rate: float | None
-    steps: int
-    epochs: float | None
-    sampler: str
     accountant: str
-    adjacency: str = ADJACENCY
-    compositions: int
+    unit: str = RECORD
+    search: Search | None = None
     dataset_size: int | None = None
     batch_size: int | None = None
     solved: str | None = None
     risk: Risk | None = None
-    unit: str = RECORD
-    search: Search | None = None
 
     @property
     def done(self) -> Done:
         """Return the events or the search that the privacy cost is of."""
         return self.search or self.events
+
+    @property
+    def statement(self) -> str:
+        """Return the guarantee in plain sentences."""
+        if self.search is not None:
+            return search_statement(self.epsilon, self.delta, self.search, self.unit)
+        return statement(self.epsilon, self.delta, self.events, self.unit)
+
+    @property
+    def trained(self) -> tuple[TrainingEvent, ...]:
+        """Return the events of training."""
+        return tuple(event for event in self.events if event.trains)
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Return sigma of the training."""
+        return common(event.noise_multiplier for event in self.trained)
+
+    @property
+    def sampling_rate(self) -> float | None:
+        """Return q of the training."""
+        return common(event.sampling_rate for event in self.trained)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of all parts."""
+        return sum(event.steps for event in self.trained)
+
+    @property
+    def epochs(self) -> float | None:
+        """Return the same in epochs of ceil(n/B) steps."""
+        return None if self.sampling_rate is None else self.steps / self.trained[-1].steps_per_epoch
+
+    @property
+    def sampler(self) -> str:
+        """Return the sampler of the last part."""
+        return self.trained[-1].sampler
+
+    @property
+    def compositions(self) -> int:
+        """Return the number of mechanisms on all records."""
+        return sum(event.compositions for event in self.trained)
 
 
 def price(
@@ -79,26 +112,13 @@ def price(
     """
     if search is None:
         epsilon, used = total_epsilon(events, delta, accountant), accountant
-        said = statement(epsilon, delta, events, unit)
     else:
         epsilon, used = search.epsilon(delta), DEFAULT_ACCOUNTANT
-        said = search_statement(epsilon, delta, search, unit)
-    trained = [event for event in events if event.trains]
-    last = trained[-1]
-    rate = common(event.sampling_rate for event in trained)
-    steps = sum(event.steps for event in trained)
     return Row(
-        statement=said,
         events=events,
         epsilon=epsilon,
         delta=delta,
-        noise_multiplier=common(event.noise_multiplier for event in trained),
-        sampling_rate=rate,
-        steps=steps,
-        epochs=None if rate is None else steps / last.steps_per_epoch,
-        sampler=last.sampler,
         accountant=used_accountant(events, delta, used),
-        compositions=sum(event.compositions for event in trained),
         unit=unit,
         search=search,
     )

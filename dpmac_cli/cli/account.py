@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, accountant_name
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
@@ -205,8 +205,11 @@ def account_notes(row: Row, accountant: str) -> Iterator[str]:
 TOLERANCE = 1e-3
 #: Flags that may be combined with a run, which determines everything else.
 BESIDE_A_RUN = ("delta", "accountant")
-#: Fields of a row that --json does not show unchanged.
-ASIDE = ("events", "risk", "unit", "search")
+#: Values of a row that --json shows unchanged.
+IN_JSON = (
+    *("statement", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs", "sampler"),
+    *("accountant", "compositions", "dataset_size", "batch_size", "solved"),
+)
 
 
 class AccountFlags(Question, frozen=True):
@@ -334,16 +337,18 @@ def _judge(stored: float, again: float) -> None:
 
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values; infinity becomes null."""
-    values = {name: value for name, value in vars(row).items() if name not in ASIDE}
+    values = {name: getattr(row, name) for name in IN_JSON}
     found = dict[str, Any]()
     if row.risk is not None:
         found["risk"] = {**row.risk.values(), "statement": row.risk.statement}
     if row.search is not None:
         found["search"] = {
-            **vars(row.search.trials),
+            "mean": row.search.trials.mean,
+            "most": row.search.trials.most,
             "epsilon_of_a_trial": finite_or_none(row.search.trial_epsilon(row.delta)),
         }
-    return {**values, "epsilon": finite_or_none(row.epsilon), **found}
+    epsilon = finite_or_none(row.epsilon)
+    return {"epsilon": epsilon, **values, "adjacency": ADJACENCY, **found}
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
@@ -432,7 +437,7 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
     "histograms": lambda row: _histograms([event for event in row.events if event.histogram]),
     "sampler": lambda row: row.sampler,
-    "adjacency": lambda row: row.adjacency,
+    "adjacency": lambda _: ADJACENCY,
     "accountant": lambda row: accountant_name(row.accountant),
     "compositions": lambda row: f"{row.compositions:,}",
 }
