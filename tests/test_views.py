@@ -117,8 +117,32 @@ def numbers(where: Path) -> tuple[str, ...]:
     return (*table, "--epsilon", "3", "--steps", "20", "--batch-size", "16")
 
 
+def audited(where: Path) -> tuple[str, ...]:
+    return (*digits(where), "--canaries", "20")
+
+
+def of_units(where: Path) -> tuple[str, ...]:
+    people = "".join(f"{20 + n % 60},{n % 7},{n % 2},p{n % 40}\n" for n in range(400))
+    (where / "t.csv").write_text(f"age,score,ill,person\n{people}")
+    (where / "s.yaml").write_text(f"label: {{column: ill, classes: ['0', '1']}}\n{AGE}")
+    table = ("--dataset", str(where / "t.csv"), "--schema", str(where / "s.yaml"))
+    return (*table, "--unit", "person", "--epsilon", "3", "--steps", "10", "--batch-size", "16")
+
+
+def without_ranges(where: Path) -> tuple[str, ...]:
+    rows = CSV + CSV.partition("\n")[2] * 9
+    (where / "t.csv").write_text(rows)
+    (where / "s.yaml").write_text(
+        "label: {column: ill, classes: ['0', '1']}\n"
+        "columns: {age: {type: number}, score: {type: number}}\n"
+    )
+    table = ("--dataset", str(where / "t.csv"), "--schema", str(where / "s.yaml"))
+    return (*table, "--epsilon", "8", "--steps", "10", "--batch-size", "16")
+
+
 KINDS: tuple[Callable[[Path], tuple[str, ...]], ...] = (
-    *(digits, seeded, without_privacy, covered, for_a_target, two_classes, numbers),
+    *(digits, seeded, without_privacy, covered, for_a_target, two_classes, numbers, audited),
+    *(of_units, without_ranges),
 )
 
 

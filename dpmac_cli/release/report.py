@@ -295,6 +295,8 @@ class Facts(Part):
             encoder = self.features.encoder
         if getattr(data.records, "tokenizer", None) != encoder.get("vocabulary_sha256"):
             raise ValueError("texts without their encoder, or an encoder without texts")
+        if encoder and self.settings.train is None:
+            raise ValueError("an encoder, but not which part of it was trained")
         if len(data.classes) < 2 and data.target is None:
             raise ValueError("neither classes nor a target")
         calibration, cells = network.calibration, cell_count(len(data.classes))

@@ -225,7 +225,7 @@ def test_json_agrees_with_the_report(digits: Path, name: str) -> None:
     body = evaluation(digits / name)
     assert {"accuracy", "loss", "samples", "per_class", "confusion"} <= body.keys()
     test = report_of(digits)["scores"]
-    assert body["accuracy"] == test["accuracy"]
+    assert body["accuracy"] == test["accuracy"]["value"]
     assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
     assert body["samples"] == 360
     assert body["intervals"]["accuracy"] == [test["accuracy"]["low"], test["accuracy"]["high"]]
