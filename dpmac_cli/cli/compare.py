@@ -104,14 +104,7 @@ def compare(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
-    if executor == "ray":
-        raise_errors(fault_of_package("ray", "ray", "--executor ray"))
-    elif cluster is not None:
-        raise InputError(
-            "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
-        )
-    if plot is not None:
-        raise_errors(faults_of_file(plot, KINDS, True, "plot"))
+    raise_errors(_faults(executor, cluster, plot))
     with console.waiting(quiet, "settings"):
         grid = plan(given, config, out / RUNS)
     if not quiet:
@@ -141,6 +134,16 @@ def compare(
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
+
+
+def _faults(executor: str, cluster: str | None, plot: Path | None) -> Iterator[str]:
+    """Yield the faults of flags of the study itself."""
+    if executor == "ray":
+        yield from fault_of_package("ray", "ray", "--executor ray")
+    elif cluster is not None:
+        yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
+    if plot is not None:
+        yield from faults_of_file(plot, KINDS, True, "plot")
 
 
 def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
