@@ -31,6 +31,7 @@ from dpmac_cli.studies.results import (
     COMPARE_MD,
     collect,
     finished_report,
+    score_in,
     study_figure,
     write_comparison,
 )
@@ -230,7 +231,7 @@ def shown(
                     screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
                 elif report is not None:
                     metric = METRICS[run.plan.settings.metric]
-                    value = report["scores"].get(metric.key, {}).get("value")
+                    value = score_in(report, metric.key)
                     score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
                     screen.print(Text(f"{ended}/{len(missing)}  {run.name}{score}"))
                 yield number, failure

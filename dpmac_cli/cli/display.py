@@ -207,6 +207,8 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it."""
     scores, chosen = report["scores"], METRICS[metric]
+    if scores is None:  # it has no test records
+        return
     covered, value = report["settings"]["cover_scores"], scores[chosen.key]["value"]
     if covered and value is None:
         yield Text("no test score was released: the run ended before its last step", ATTENTION)

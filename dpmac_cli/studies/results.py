@@ -151,7 +151,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
         if plan.private and (did := events_of(run.folder)) != (event,):
             epsilon = max(epsilon, total_epsilon(did, delta))
         seconds.append(float(report["environment"]["seconds"]))
-        value = report["scores"].get(key, {}).get("value")
+        value = score_in(report, key)
         values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
@@ -177,6 +177,12 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
     plan, taken = run.plan, report["network"]["steps"]
     whole = taken >= plan.event.steps or plan.settings.epsilon is not None
     return report if whole else None
+
+
+def score_in(report: Mapping[str, Any], key: str) -> float | None:
+    """Return a metric of a report; None if it is not defined, or not in it."""
+    value: float | None = (report["scores"] or {}).get(key, {}).get("value")
+    return value
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
