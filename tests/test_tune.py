@@ -84,7 +84,7 @@ class Trainer:
         (where / folder.CHECKPOINTS / folder.STATE).write_text("state")
         self.rates.append(str(plan.optimizer.lr))
         if stop():
-            yield Finished({}, where, "interrupted")
+            yield Finished({"state": "interrupted"}, where)
             return
         score = self.scores.pop(0)
         if score is None:
@@ -95,7 +95,7 @@ class Trainer:
             files.write_atomically(where / name, text.encode())
         folder.seal(where)
         print(score)  # noqa: T201  (as a network may)
-        yield Finished(report, where, "finished")
+        yield Finished(report, where)
 
 
 @pytest.fixture(autouse=True)

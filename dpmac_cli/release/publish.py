@@ -47,7 +47,12 @@ class Finished:
 
     report: dict[str, Any] = field(repr=False)
     folder: Path
-    state: State
+
+    @property
+    def state(self) -> State:
+        """Return how the run ended."""
+        state: State = self.report["state"]
+        return state
 
 
 def publish(session: Session) -> Finished:
@@ -71,7 +76,7 @@ def publish(session: Session) -> Finished:
     session.write_metrics()
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
-    return Finished(written.values(), where, _state(session))
+    return Finished(written.values(), where)
 
 
 def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
@@ -101,7 +106,7 @@ def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
         **guarantee,
         scores=scores(session.plan.facts.task, session.history, exact),
         environment=_environment(session),
-        state=_state(session),
+        state=state_of(session.trainer.state.step, session.account, session.plan.event),
     )
 
 
@@ -271,11 +276,6 @@ def _environment(session: Session) -> dict[str, Any]:
         "processor": platform.machine(),
         "seconds": round(session.seconds, 3) if session.plan.timed else None,
     }
-
-
-def _state(session: Session) -> State:
-    """Return how a run ended."""
-    return state_of(session.trainer.state.step, session.account, session.plan.event)
 
 
 #: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.

@@ -80,7 +80,7 @@ def carry_out_search(
     for name, content in best.items():
         files.write_atomically(out / name, content)
     folder.seal(out)
-    yield Finished(_report(best), out, "finished")
+    yield Finished(_report(best), out)
 
 
 def _check_free(out: Path) -> None:

@@ -233,8 +233,9 @@ def shown_of(result: Compared, **flags: Any) -> str:
         "delta": None,
         "scores": {"accuracy": {"value": 0.5}, "samples": 2},
         "sentences": {},
+        "state": "interrupted",
     }
-    display.show(Finished(report, Path("run"), "interrupted"))
+    display.show(Finished(report, Path("run")))
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 
