@@ -176,11 +176,6 @@ def said(topic: str, run: DescribedRun) -> list[str]:
     return [sentence.format(run=run) for holds, sentence in found if holds(run)]
 
 
-def text(topic: str, run: DescribedRun) -> str:
-    """Return the sentences of :func:`said` as one text; "" without any."""
-    return " ".join(said(topic, run))
-
-
 #: A topic, a condition, and a sentence that is true where the condition holds.
 SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ("audit_run", lambda run: run.plan.settings.canaries, AUDIT_RUN),

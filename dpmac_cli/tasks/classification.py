@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -276,11 +276,6 @@ class Classification(Task):
         if self.outputs != 2:
             raise ValueError(f"a threshold is for two classes, not {self.outputs}")
         return replace(self, point=OperatingPoint.of(threshold, self.calibration))
-
-    @property
-    def calibration_facts(self) -> dict[str, Any] | None:
-        """Return the calibration as JSON values; None without one."""
-        return None if self.calibration is None else asdict(self.calibration)
 
     def point_facts(self, epsilon: float) -> dict[str, Any] | None:
         """Return the operating point of two classes as JSON values; None without one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
@@ -154,11 +154,6 @@ class Regression(Task):
     def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
         """Return the task with intervals, which follow from noisy counts of residuals."""
         return replace(self, residuals=Residuals(tuple(counts.tolist()), noise))
-
-    @property
-    def calibration_facts(self) -> dict[str, Any] | None:
-        """Return the histogram of residuals as JSON values; None without one."""
-        return None if self.residuals is None else asdict(self.residuals)
 
     def between(self, scaled: Outputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the ends of the interval of each output, on the scale of the target.

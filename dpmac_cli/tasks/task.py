@@ -295,11 +295,6 @@ class Task(ABC):
         """Return the task with an operating point. Raises ValueError if it has none."""
         raise ValueError(f"{self.kind} has no operating points")
 
-    @property
-    def calibration_facts(self) -> dict[str, Any] | None:
-        """Return the calibration as JSON values; None without one."""
-        return None
-
     def point_facts(self, epsilon: float) -> dict[str, Any] | None:
         """Return the operating point as JSON values, with a statement; None without one.
 
