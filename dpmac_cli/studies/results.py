@@ -167,12 +167,18 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 def finished_report(run: Run) -> Mapping[str, Any] | None:
     """Return a run's report if it is published and the run took all its steps.
 
-    A run for an epsilon that was killed ends earlier by the steps that were lost.
+    A run for an epsilon that was killed ends earlier by the steps that were lost. Raises InputError
+    if an older version wrote the report.
     """
     if not folder.is_published(run.folder):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
-    if report.get("state") != "finished":
+    if "schema_version" in report:  # its name before the second format
+        raise InputError(
+            f"{run.folder} was written by an older version of dpmac. Compare again with another "
+            "{out}."
+        )
+    if report["state"] != "finished":
         return None
     plan, taken = run.plan, report["network"]["steps"]
     whole = taken >= plan.event.steps or plan.settings.epsilon is not None
