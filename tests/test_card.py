@@ -160,6 +160,8 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
     said = cells(text)
     assert said["largest class"].startswith("96.15% of the test records: the accuracy of a model ")
     assert said["balanced accuracy"].startswith("50.00%")
+    auroc = f"{report['scores']['auroc']['value']:.2%}"
+    assert said["AUROC"] == f"{auroc}; 50% for guessing"
     assert said["sensitivity by class"] == "`no` 100.00%, `yes` 0.00%"
     assert "| `yes` | 20 | 0 |" in text
     page = page_of(Path("run"), tmp_path)
