@@ -116,6 +116,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 def assert_only_the_winner_is_left(score: float) -> None:
     assert {path.name for path in OUT.iterdir()} == {*folder.PUBLISHED, folder.SUMS}
     assert [path.name for path in Path().iterdir()] == [OUT.name]
+    assert not secret_place(OUT).exists()
     found = b"\n".join(path.read_bytes() for path in OUT.iterdir())
     assert str(score).encode() in found
     for other in SCORES:
@@ -351,6 +352,7 @@ def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(carry_out_search(space(), lambda: len(trained.rates) == 2))
     assert not [*Path().iterdir()]
+    assert not secret_place(OUT).exists()
     finish(carry_out_search(space()))
     assert len(trained.rates) == 5
 
