@@ -222,9 +222,7 @@ def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -
     assert found(3, "finished") == [False, True]
     assert found(4, "interrupted") == [False, False]
     (fixed.folder / "report.json").write_text(json.dumps({"schema_version": 2}))
-    with pytest.raises(
-        InputError, match="written by an older version"
-    ):
+    with pytest.raises(InputError, match="written by an older version"):
         finished_report(fixed)
 
 
