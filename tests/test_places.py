@@ -1,7 +1,7 @@
 """Random places of records: no record changes those of others, or how they are rounded."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from dpmac_cli.accounting.accountants import ROUNDING, total_epsilon
 from dpmac_cli.accounting.events import MOST_OVERFLOW, TrainingEvent
 from dpmac_cli.accounting.places import OVERFLOW, log_tail, overflow_of, places_of
 from dpmac_cli.accounting.selection import Search, trials_of
-from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike
+from dpmac_cli.dp.clipping import batch_invariance
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike, rows_of, unaffected
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.order_of_sums import _ordinary, _showing_order
 from dpmac_cli.errors import InputError
@@ -349,3 +350,66 @@ def test_the_ends_of_elementwise_operations_round_no_row_otherwise(
         with torch.no_grad(), sums.given(records, batch):
             sums.of(records, 1, RegionMetric(ball(1.0)), sums.chunk)
     assert seen == [32, 32, 64, 64]
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A number of threads of torch, also on a machine with fewer cores."""
+    before, count = torch.get_num_threads(), int(request.param)
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+def wide(width: int) -> nn.Sequential:
+    """A network whose hidden layer has elements enough to be shared by threads."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.Mish(), nn.Linear(width, 1))
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize(("threads", "width"), [(2, 160), (2, 161), (4, 160)], indirect=["threads"])
+def test_threads_that_share_an_elementwise_operation_round_no_row_otherwise(
+    threads: int, width: int
+) -> None:
+    """Each thread computes the last elements of its own share by other code."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        outputs: Tensor = model(batch)
+        return outputs.square().sum(1)
+
+    sums = clipped_grad(wide(width), loss, ball(1.0), batch_size=1024, physical_batch=384)
+    chunks = sums.prepare(torch.zeros(1, 6))
+    assert not chunks.placed
+    record = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    for count in (384, 353, 225, 224, 223, 97):
+        rows = rows_of(count, chunks.chunk, chunks._block)
+        with torch.no_grad():
+            results = chunks.per_sample.observed(record.repeat(rows, 1), ())
+        assert all(bool((copies == copies[0]).all()) for copies in results), count
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("threads", [5], indirect=True)
+def test_more_threads_need_random_places(threads: int) -> None:
+    """No number of rows divides the shares of all numbers of threads."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum(1)  # type: ignore[no-any-return]
+
+    for width, placed in ((160, True), (16, False)):
+        sums = clipped_grad(wide(width), loss, ball(1.0), batch_size=200)
+        assert sums.prepare(torch.zeros(1, 6)).placed == placed
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("threads", [3, 5], indirect=True)
+def test_threads_round_no_row_of_a_fixed_number_otherwise(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in covered scores and histograms, also where a trial would see nothing."""
+    monkeypatch.setattr(batch_invariance, "_tried_alike", lambda *_: True)
+    run = unaffected(wide(601)[:2], torch.zeros(6), 128, own=True)
+    record = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    found = run(record.repeat(128, 1))
+    assert bool((found == found[0]).all())

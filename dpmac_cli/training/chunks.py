@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from math import ceil, sqrt
+from math import ceil, lcm, sqrt
 from operator import itemgetter
 from typing import Any
 
@@ -41,7 +41,7 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.clipping.order_of_sums import BLOCK
+from dpmac_cli.dp.clipping.order_of_sums import BLOCK, shares_of
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
 from dpmac_cli.dp.precision import Arithmetic
@@ -192,13 +192,17 @@ class ChunkedSum(ABC):
         odd = min(self.chunk - 1, LEAST_ROWS) // 2 * 2 + 1
         few = map_rows(itemgetter(slice(odd)), base)
         with without_gradients(self._parameters), code_of_network(few):
-            by_rows, blocks = self.per_sample.shapes_noted(few, labels_of(few))
-        self._block = BLOCK if blocks else 1
+            by_rows, blocks, elements = self.per_sample.shapes_noted(few, labels_of(few))
         if self.theta.is_cuda:  # most products are rounded by the number of rows
             return True
-        for self.per_sample.by_rows in (True,) if by_rows else (False, True):
-            if self._tried(run, base):
-                return False
+        self._block = BLOCK if blocks else 1
+        shares = shares_of(2 * self.chunk * elements)
+        if shares > 1:
+            self._block = lcm(LEAST_ROWS, shares * self._block)
+        if shares == 1 or 2 * self._block <= self.chunk:
+            for self.per_sample.by_rows in (True,) if by_rows else (False, True):
+                if self._tried(run, base):
+                    return False
         self.per_sample.by_rows = by_rows
         return True
 

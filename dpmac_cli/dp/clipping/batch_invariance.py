@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
-from dpmac_cli.dp.clipping.order_of_sums import OrderOfSums
+from dpmac_cli.dp.clipping.order_of_sums import BLOCK, Elementwise, OrderOfSums, shares_of
 from dpmac_cli.dp.clipping.vmap_support import Constant, each_alone
 from dpmac_cli.dp.torch_errors import out_of_memory
 
@@ -36,6 +36,8 @@ PERIOD = 7
 TRIALS = 3
 #: Number of random rows for all trials.
 TRIED = TRIALS * PERIOD
+#: Largest number of shares of threads for which rows are computed together at fixed numbers.
+MOST_SHARES = 12
 
 
 def fill_rows(batch: Batch, rows: int) -> Batch:
@@ -136,7 +138,12 @@ def unaffected(
     each, alike = each_alone(copy.deepcopy(run)) if own else run, False
     count = size if size < LEAST_ROWS else rounded_up(size)
     try:
-        alike = _tried_alike(each, drawn.to(like), [count])
+        with Elementwise() as elementwise:
+            each(fill_rows(drawn.to(like), count)[:count])
+        shares = shares_of(elementwise.largest)
+        if shares > 1:
+            count = rounded_up(count, shares * BLOCK)
+        alike = shares <= MOST_SHARES and _tried_alike(each, drawn.to(like), [count])
     except Exception as failure:
         if not own or out_of_memory(failure):
             raise  # vmap runs whatever is built in

@@ -5,12 +5,13 @@ give another sum, whatever the weights of a network are. The idea is that of FPR
 2411.00442), with random numbers.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dpmac_cli.dp.clipping.batches import tensors_in
 
@@ -38,6 +39,13 @@ NEAREST = frozenset(
 #: Number of elements that the elementwise loops of torch take at a time. It computes the rest by
 #: other code, which rounds sigmoid, SiLU, ELU, softplus and others otherwise.
 BLOCK = 32
+#: Elementwise operations that are not tagged as such, and round the rest otherwise.
+UNTAGGED = frozenset({"glu", "binary_cross_entropy"})
+#: Number of elements from which several threads may share an elementwise operation. Each computes
+#: the rest of its own share by the other code, in the middle of the tensor.
+SHARED = 1 << 14
+#: Number of random elements with which an operation shows whether the other code rounds otherwise.
+SHOWN = 2048
 #: By dtype: integers as wide, bits of the mantissa and of the exponent, its bias, and multipliers
 #: of a hash.
 FORMATS = {
@@ -73,20 +81,73 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
     Attributes:
         ends: whether there was one on a number of elements that is no multiple of :data:`BLOCK`.
+        largest: largest number of elements of one in a forward pass that does so on this machine;
+            0 without any.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ends = False
+        self.ends, self.largest = False, 0
+        self._known = dict[Any, bool]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_")
         nearest = name in NEAREST or (name == "pow" and args[1] in (1, 2))
-        if torch.Tag.pointwise in func.tags and not nearest:
-            numbers = (t for t in tensors_in(result) if t.is_floating_point())
-            self.ends |= any(t.numel() % BLOCK for t in numbers)
+        untagged = name in UNTAGGED
+        if untagged or (torch.Tag.pointwise in func.tags and not nearest):
+            sizes = [t.numel() for t in tensors_in(result) if t.is_floating_point()]
+            self.ends |= any(size % BLOCK for size in sizes)
+            size = max(sizes, default=0)
+            backward = name.endswith("_backward")  # which has no kinks
+            if not backward and size > self.largest and self._rounds_rest(func, args, kwargs):
+                self.largest = size
         return result
+
+    def _rounds_rest(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether the rest is rounded otherwise, which an operation shows once."""
+        if func not in self._known:
+            untagged = torch.Tag.pointwise not in func.tags
+            self._known[func] = untagged or _rounds_rest_otherwise(func, args, kwargs)
+        return self._known[func]
+
+
+def shares_of(elements: int) -> int:
+    """Return a number of rows of which each thread has as many in an elementwise operation.
+
+    It is the least common multiple of all numbers of threads that may share ``elements``; 1 if none
+    do. In a multiple of it and of :data:`BLOCK`, no thread has a rest.
+    """
+    return math.lcm(*range(1, torch.get_num_threads() + 1)) if elements >= SHARED else 1
+
+
+def _rounds_rest_otherwise(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an elementwise operation rounds numbers otherwise if they are few."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 0:
+            return value
+        if not value.is_floating_point():
+            return value.reshape(-1)[:1].expand(SHOWN)
+        return torch.randn(SHOWN, generator=generator).to(value)
+
+    leaves, form = tree_flatten((args, kwargs))
+    numbers = list(map(drawn, leaves))
+
+    def computed(some: slice) -> Tensor:
+        own = [of[some].clone() if isinstance(of, Tensor) and of.ndim else of for of in numbers]
+        few, named = tree_unflatten(own, form)
+        found: Tensor = func(*few, **named)
+        return found.nan_to_num()
+
+    few = BLOCK // 2
+    try:
+        parts = [computed(slice(begin, begin + few)) for begin in range(0, SHOWN, few)]
+        return not torch.equal(computed(slice(SHOWN)), torch.cat(parts))
+    except RuntimeError:  # it takes no such numbers
+        return True
 
 
 def _adds_up(func: Any) -> bool:

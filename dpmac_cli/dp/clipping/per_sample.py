@@ -201,17 +201,19 @@ class PerSample:
             self._results = None
         return [losses, weights.value, *results]
 
-    def shapes_noted(self, x: Batch, y: Batch) -> tuple[bool, bool]:
+    def shapes_noted(self, x: Batch, y: Batch) -> tuple[bool, bool, int]:
         """Compute a chunk; return what its shapes say of the rounding of rows.
 
         Returns:
-            whether torch is not tried with the shape of one of its products, and whether the last
-            rows of an odd number may be rounded otherwise by elementwise operations.
+            whether torch is not tried with the shape of one of its products; whether the last rows
+            of an odd number may be rounded otherwise by elementwise operations; and the largest
+            number of elements for a sample of one that rounds the last elements of a thread
+            otherwise.
         """
         self.by_rows, self._products.needed = True, False
         with Elementwise() as elementwise:
             self(x, y)
-        return self._products.needed, elementwise.ends
+        return self._products.needed, elementwise.ends, -(-elementwise.largest // samples_in(x))
 
     def run_in_a_loop(self, why: str) -> None:
         """Run samples one after the other from now on, and note why."""
