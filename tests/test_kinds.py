@@ -28,6 +28,8 @@ from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint, trainer, uncounted
 from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("ranges")
@@ -330,6 +332,23 @@ def test_numbers_become_their_place_in_the_range_their_rank_and_hats() -> None:
     assert beyond[:2].tolist() == [1, 1]
     assert missing[:20].tolist() == [0] * 20
     assert missing[20] == 1
+
+
+@pytest.mark.promise("said")
+def test_that_a_label_is_a_number_is_named_as_a_fact_of_the_records() -> None:
+    """One record more may have the value with which labels are too many for classes."""
+    labels = np.arange(300) % 20
+    more = np.where(np.arange(300) == 7, 20, labels)
+    for values, kinds, found, inferred in (
+        (labels, {}, Classification, ("classes",)),
+        (more, {}, Regression, ("kinds of columns",)),
+        (labels, {"y": "number"}, Regression, ()),
+        (more, {"y": "number"}, Regression, ()),
+    ):
+        frame = pd.DataFrame({"a": np.arange(300.0), "y": values})
+        data = dpmac_cli.from_dataframe(frame, label="y", kinds={"a": "number", **kinds})
+        facts = resolve(dataset=data, epsilon=3).plan.facts
+        assert (type(facts.task), facts.inferred) == (found, inferred)
 
 
 def test_a_schema_is_drafted_from_the_records_with_a_warning(table: Path) -> None:

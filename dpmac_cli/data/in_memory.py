@@ -122,10 +122,10 @@ def from_dataframe(
         frame: a data frame of pandas, polars or pyarrow.
         schema: a public schema (see docs/own-tables.md): a file, or the parsed contents of one.
         label: without a schema, the column to predict.
-        kinds: without a schema, the kind of each column: number, category, boolean or date. Those
-            of other columns follow from their dtypes, and those of a column of objects from its
-            cells: these are facts of the records, which epsilon does not cover, but for the dtypes
-            category and boolean.
+        kinds: without a schema, the kind of each column: number, category, boolean or date, and
+            number for a label that is a number to predict. Those of other columns follow from their
+            dtypes, and those of a column of objects from its cells: these are facts of the records,
+            which epsilon does not cover, but for the dtypes category and boolean.
         classes: without a schema, the classes of the label. They are read from the records if they
             are not declared.
         name: the dataset's name in reports.
@@ -145,9 +145,10 @@ def from_dataframe(
     table = table_of(frame)
     declared = {**_declared_kinds(table), **(kinds or {})}
     found = schema_of_kinds(table, label, declared, classes)
-    others = [column for column in found["columns"] if column not in declared]
+    numbers = [] if label is None or "classes" in found["label"] else [label]
+    others = [column for column in (*found["columns"], *numbers) if column not in declared]
     inferred = ("kinds of columns",) * bool(others)
-    if label is not None and classes is None and "classes" in found["label"]:
+    if label is not None and classes is None and not numbers:
         inferred = (*inferred, "classes")
     return InMemoryData(
         _place(name), frame=frame, schema=schema_of(found, "schema"), inferred=inferred

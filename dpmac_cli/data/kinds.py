@@ -85,7 +85,8 @@ def schema_of_kinds(
     Args:
         table: all cells.
         label: column to predict; None for none.
-        kinds: kinds of columns by their names; others are read from the records.
+        kinds: kinds of columns by their names; others are read from the records. That of a label
+            may be number.
         classes: classes of the label; None to read them from the records.
         drop: columns to leave out.
 
@@ -104,7 +105,8 @@ def schema_of_kinds(
     read = kinds_of(table.select([name for name in used if name not in declared]))
     schema = dict[str, Any]()
     if label is not None:
-        values = list(classes or classes_of(table[label].combine_chunks()))
+        is_number = declared.get(label) == "number"
+        values = [] if is_number else list(classes or classes_of(table[label].combine_chunks()))
         schema["label"] = {"column": label, **({"classes": values} if values else NUMBER)}
     schema["columns"] = {name: {"type": declared.get(name) or read[name]} for name in used}
     schema["drop"] = dropped
