@@ -1,12 +1,11 @@
 """Public Python API; each name is imported on first use."""
 
-from .accounting.accountants import total_epsilon as total_epsilon
+from .accounting.account import Account as Account
 from .accounting.calibration import calibrate_noise as calibrate_noise
 from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
-from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.networks import register_features as register_features
 from .config.settings import Settings as Settings

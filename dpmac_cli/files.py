@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import math
@@ -73,6 +74,24 @@ def replacing(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
 def to_json(value: Any) -> str:
     """Return indented JSON. Raises ValueError for NaN and Infinity, which JSON does not support."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def with_checksum(name: str, values: Mapping[str, Any]) -> str:
+    """Return JSON of some values under a name, with their SHA-256."""
+    return to_json({"sha256": _sum(values), name: values})
+
+
+def checked(content: bytes, name: str) -> dict[str, Any]:
+    """Return the values of :func:`with_checksum`. Raises ValueError, KeyError or TypeError."""
+    found = json.loads(content)
+    values: dict[str, Any] = found[name]
+    if found["sha256"] != _sum(values):
+        raise ValueError("the checksum is wrong")
+    return values
+
+
+def _sum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def finite_or_none(value: float) -> float | None:

@@ -6,12 +6,14 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -24,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpmac_cli import (
+    Account,
     ArrayData,
     BudgetError,
     InputError,
@@ -44,6 +47,7 @@ from dpmac_cli.config.settings import DELTA
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.training import memory, private_program, private_step
 from dpmac_cli.training.chunks import BatchSum
+from dpmac_cli.training.step import Step
 from tests.helpers import equal_keys, without
 from tests.test_resume import Draws
 
@@ -429,6 +433,36 @@ def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps() -> None:
 
 
 @pytest.mark.promise("resume")
+def test_a_training_that_was_resumed_often_counts_each_step_once() -> None:
+    """``taken`` is the number of steps in all: two in each process, and one that is lost."""
+    step = started(steps=20)
+    for process in range(1, 5):
+        batches = step.loader(Notes())
+        for batch in itertools.islice(batches, 2):
+            step(batch)
+        state = copy.deepcopy(step.state_dict())
+        step(next(batches))
+        assert step.begun == 3 * process
+        assert step.epsilon == total_epsilon((POISSON.event(SIGMA, 3 * process),), step.delta)
+        begun, step = step.begun, started(steps=20)
+        with pytest.raises(InputError, match=f"but the state holds {begun - 1} of"):
+            step.load_state_dict(state, taken=begun - 2)
+        step.load_state_dict(state, taken=begun)
+        assert (step.begun, step.taken) == (begun, 2 * process)
+
+
+@pytest.mark.promise("resume")
+def test_steps_of_another_training_are_not_among_those_that_were_taken() -> None:
+    first = started()
+    trained(first, Notes())
+    second = PrivateStep(first.model, loss, sampling=POISSON, **SETTINGS)
+    state, again = saved_after(second, 2), started()
+    again.load_state_dict(state, taken=2)
+    assert again.epsilon == second.epsilon
+    assert (again.begun, second.begun) == (2, 2)
+
+
+@pytest.mark.promise("resume")
 def test_no_noise_and_no_batch_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever continues from a state, also from the same one; and no key is in the state."""
     keys = list[Keys]()
@@ -566,6 +600,134 @@ def test_a_state_is_loaded_with_the_steps_that_were_taken() -> None:
         started(optimizer="dp-sgd").load_state_dict(saved, taken=2)
     with pytest.raises(InputError, match="This is not a state of PrivateStep"):
         started().load_state_dict(reader().state_dict(), taken=2)
+
+
+# With an account on disk.
+
+
+def counted(steps: int) -> float:
+    return total_epsilon((POISSON.event(SIGMA, steps),), DELTA)
+
+
+@pytest.mark.promise("ledger")
+def test_a_step_is_in_the_account_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = Account.create(tmp_path / "account.json", delta=1e-5)
+    begun, draw = list[int](), Step._draw
+
+    def drawn(step: Step) -> Any:
+        begun.append(sum(event.steps for event in Account.open(tmp_path / "account.json").own))
+        return draw(step)
+
+    monkeypatch.setattr(Step, "_draw", drawn)
+    step = started(account=account)
+    trained(step, Notes())
+    assert begun == [1, 2, 3, 4, 5, 6]
+    assert account.epsilon == step.epsilon == counted(6)
+
+
+@pytest.mark.promise("ledger")
+def test_trainings_on_the_same_records_share_an_account(tmp_path: Path) -> None:
+    """Of another network, of the same one, and of a copy that another process loaded."""
+    path = tmp_path / "account.json"
+    Account.create(path, delta=1e-5)
+    first = started(account=Account.open(path))
+    trained(first, Notes())
+    second = started(account=Account.open(path))
+    assert second.epsilon == counted(6)
+    trained(second, Notes())
+    third = PrivateStep(
+        second.model, loss, sampling=POISSON, account=Account.open(path), **SETTINGS
+    )
+    trained(third, Notes())
+    fourth = PrivateStep(
+        pickle.loads(pickle.dumps(third.model)),
+        *(loss,),
+        sampling=POISSON,
+        account=Account.open(path),
+        **SETTINGS,
+    )
+    assert first.epsilon == fourth.epsilon == counted(18)
+    elsewhere = PrivateStep(third.model, loss, sampling=POISSON, **SETTINGS)
+    assert elsewhere.epsilon == counted(18), "the network carries what its weights came from"
+    assert b"account.json" not in pickle.dumps(third.model)
+
+
+@pytest.mark.promise("resume")
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_killed_training_continues_with_its_account(tmp_path: Path, saved: int) -> None:
+    """Also one that was killed before it saved a state."""
+    path = tmp_path / "account.json"
+    first = started(account=Account.create(path, delta=1e-5))
+    state = dict[str, Any]()
+    for batch in itertools.islice(first.loader(Notes()), 4):
+        if first(batch) == saved:
+            state = copy.deepcopy(first.state_dict())
+    again = started(account=Account.open(path))
+    if saved:
+        again.load_state_dict(state)
+    assert (again.taken, again.epsilon) == (saved, counted(4))
+    trained(again, Notes())
+    assert again.epsilon == counted(10 - saved)
+
+
+@pytest.mark.promise("target")
+def test_a_training_keeps_to_the_budget_of_its_account(tmp_path: Path) -> None:
+    every = Poisson(n=10, batch_size=10)  # cheap to price
+    path = tmp_path / "account.json"
+    Account.create(path, delta=1e-5, epsilon=2)
+    settings: dict[str, Any] = {"sampling": every, "steps": 20}
+    first = started(account=Account.open(path), sigma=8.0, **settings)
+    trained(first, Notes(10))
+    second = started(account=Account.open(path), **{**settings, "sigma": None, "epsilon": 2.0})
+    assert first.epsilon < 2
+    trained(second, Notes(10))
+    assert second.taken == 20
+    assert 1.95 < second.epsilon <= 2
+    with pytest.raises(BudgetError):
+        started(account=Account.open(path), **settings)
+
+
+@pytest.mark.promise("allocation")
+def test_an_epoch_begins_in_the_account_as_a_whole(tmp_path: Path) -> None:
+    drawn = RandomAllocation(n=RECORDS, batch_size=BATCH)
+    account = Account.create(tmp_path / "account.json", delta=1e-5)
+    settings: dict[str, Any] = {**SETTINGS, "steps": 2 * drawn.steps_per_epoch}
+    for epochs in (1, 2):
+        step = PrivateStep(reader(), loss, sampling=drawn, account=account, **settings)
+        step(next(step.loader(Notes())))
+        event = placed(drawn.event(SIGMA, epochs * drawn.steps_per_epoch))
+        assert step.epsilon == total_epsilon((event,), 1e-5)
+
+
+@pytest.mark.promise("resume")
+def test_a_state_needs_the_account_that_counts_its_steps(tmp_path: Path) -> None:
+    path, before = tmp_path / "account.json", tmp_path / "before.json"
+    step = started(account=Account.create(path, delta=1e-5))
+    shutil.copy(path, before)
+    state = saved_after(step, 2)
+    other = Account.create(tmp_path / "other.json", delta=1e-5)
+    for account in (other, Account.open(before)):
+        with pytest.raises(InputError, match="does not count what the training of this state did"):
+            started(account=account).load_state_dict(state)
+    with pytest.raises(InputError, match="Leave taken out"):
+        started(account=Account.open(path)).load_state_dict(state, taken=2)
+    with pytest.raises(InputError, match="of a training with an account"):
+        started().load_state_dict(state, taken=2)
+    with pytest.raises(InputError, match="taken is None"):
+        started().load_state_dict(saved_after(started(), 2))
+
+
+def test_an_account_of_another_unit_or_delta_is_refused(tmp_path: Path) -> None:
+    persons = Account.create(tmp_path / "persons.json", delta=1e-5, unit=("unit", "id"))
+    with pytest.raises(InputError, match="protects one unit, and this training one training rec"):
+        started(account=persons)
+    records = Account.create(tmp_path / "records.json", delta=1e-6)
+    with pytest.raises(InputError, match="is not that of the account, 1e-06"):
+        started(account=records, delta=1e-5)
+    with pytest.raises(InputError, match=r"account must come from Account\.create"):
+        started(account="records.json")
 
 
 # Other loaders, other trainings, other networks.

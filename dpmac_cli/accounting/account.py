@@ -3,25 +3,61 @@
 Whatever uses private records begins an event here first: a step of a training, a covered score, any
 other mechanism. :meth:`Account.begin` counts it, or raises BudgetError if it would exceed the
 budget, and then nothing may be read. A copy of an account is the same account.
+
+An account of records that several trainings use, also in several processes, is on disk: see
+:meth:`Account.create` and :meth:`Account.open`.
 """
 
+import json
 import math
+import os
 import secrets
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from dpmac_cli.accounting.accountants import COARSE, total_epsilon
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpmac_cli import files
+from dpmac_cli.accounting.accountants import (
+    COARSE,
+    epsilon_at_order,
+    order_for,
+    total_epsilon,
+)
 from dpmac_cli.accounting.calibration import affordable_steps
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.errors import BudgetError, ModelError
+from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.statements import RECORD, UNIT, format_epsilon, statement
+from dpmac_cli.errors import BudgetError, InputError, ModelError
 
 #: Unit of privacy where each row of a batch is one.
 RECORD_UNIT = ("training record", "")
 #: Planned training of an account that has none.
-NO_TRAINING = TrainingEvent(0.0, 0.0, 0)
+NO_TRAINING = TrainingEvent(1e-9, 0.0, 0)
+#: Reservations of a training on disk, because syncing takes time. Steps of one that are not taken
+#: are counted if the process is killed.
+RESERVED = 100
+#: Seconds to wait while another process begins an event of the same account.
+PATIENCE = 120.0
+#: One thread at a time begins an event.
+_BEGINNING = threading.RLock()
+#: Sentence on an account whose events are chosen after results of earlier ones were seen.
+ADAPTIVE = (
+    "Trainings may have been chosen after earlier results were seen, so the guarantee is the "
+    "account's target, epsilon {:g}, of which this much is used."
+)
+#: Message for an account that was pickled without a file.
+CLOSED = (
+    "This account was copied into another process, which the first one does not see: both would "
+    "spend the same budget. Keep it on disk, with Account.create(path, ...): all processes that "
+    "open it share it."
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +84,13 @@ class Account:
         seeded: whether a seed was chosen, here or earlier.
         secure: whether all random numbers came from a cipher, here and earlier.
         searched: whether it is of the best trial of a search, which costs more than its events.
+        order: Renyi order, fixed beforehand, at which events compose that a program chooses after
+            it has seen the results of earlier ones; None for events that are fixed beforehand.
+        path: file of the account; None in memory.
+        closed: whether it is a copy from another process, which begins no event.
         number: random number, the same in all copies.
+        series: random number, the same in all parts of a training that was resumed.
+        affordable: events that are within the budget together, as was computed before.
     """
 
     event: TrainingEvent = NO_TRAINING
@@ -66,15 +108,82 @@ class Account:
     seeded: bool = False
     secure: bool = True
     searched: bool = False
+    order: float | None = None
+    path: Path | None = None
+    closed: bool = False
     number: str = field(default_factory=lambda: secrets.token_hex(16))
+    series: str = field(default_factory=lambda: secrets.token_hex(16))
+    affordable: tuple[TrainingEvent, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         self.seeded = self.seeded or any(account.seeded for account in self.earlier)
         self.secure = self.secure and all(account.secure for account in self.earlier)
 
-    def __deepcopy__(self, memo: Any) -> "Account":
+    def __copy__(self) -> Self:
+        """Return this account."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
         """Return this account: a copy of a network may average the weights of later steps."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path of an account on disk, or a copy of one in memory that is closed."""
+        if self.path is not None:
+            return _reopened, (str(self.path), self.number, self.others)
+        values = {each.name: getattr(self, each.name) for each in fields(Account)}
+        return partial(Account, **{**values, "closed": True}), ()
+
+    @staticmethod
+    def create(
+        path: str | Path,
+        *,
+        delta: float,
+        epsilon: float | None = None,
+        unit: tuple[str, str] = RECORD_UNIT,
+        adaptive: bool = False,
+    ) -> "Account":
+        """Create an account on disk for records of which nothing was released yet.
+
+        Every event is on disk before it begins. Several programs and processes can share it.
+
+        Args:
+            path: file to create, which only its owner can read.
+            delta: delta of the guarantee.
+            epsilon: epsilon that all events together keep to; None to count without a limit.
+            unit: unit of privacy, as in :class:`Account`.
+            adaptive: whether events, such as the settings of a training, may be chosen after
+                results of earlier ones were seen. They then compose by Renyi DP at an order that is
+                fixed here, which allows fewer steps, and the guarantee is ``epsilon``, used up or
+                not. Otherwise they must be fixed beforehand, except for where they end.
+
+        Raises:
+            InputError: the file exists, or a number is not possible.
+            OSError: the file cannot be written.
+        """
+        if not 0 < delta < 1 or not (epsilon is None or 0 < epsilon < math.inf):
+            raise InputError("delta must be between 0 and 1, and epsilon above 0.")
+        if adaptive and epsilon is None:
+            raise InputError("adaptive=True needs an epsilon, which is fixed beforehand.")
+        order = order_for(epsilon, delta) if adaptive and epsilon is not None else None
+        file = Path(path).absolute()
+        account = Account(path=file, delta=delta, target=epsilon, unit=unit, order=order)
+        with account._held_file():
+            if os.path.lexists(file):
+                raise InputError(
+                    f"{path} exists. To count further events in it, use Account.open(...). An "
+                    "account must not be replaced: what its records have lost would be forgotten."
+                )
+            account._store(())
+        return account
+
+    @staticmethod
+    def open(path: str | Path) -> "Account":
+        """Open an account of :meth:`create`.
+
+        Raises InputError if the file is missing, damaged, or none of an account.
+        """
+        return _read(Path(path).absolute())
 
     def begin(self, event: TrainingEvent) -> None:
         """Count an event that is about to use records, or a part of it that is left out.
@@ -82,19 +191,26 @@ class Account:
         Steps of the planned training add up to one event, which counts whole epochs. Any other
         event is composed as it is, and one that is begun twice counts twice.
 
+        An account on disk may be of several splits of the records into training and test records,
+        so the costs of both add up there.
+
         Raises:
             BudgetError: it would exceed the budget. It does not count, and must not run.
+            InputError: the account is closed; or its file is missing, damaged, another one's or
+                older than it was. The same holds.
             OSError: the account is on disk, and it cannot be written there. The same holds.
         """
-        self.check(event)
-        self.record_before(event)
-        if self.is_of_training(event):
-            self.begun += event.steps
-            return
-        planned = self._is_planned(event)
-        self.others = (*self.others, event)
-        if self.remaining and not planned:
-            self._leave_room()
+        with self._held():
+            event = event if self.path is None else replace(event, records="training")
+            self.check(event)
+            self.record_before(event)
+            if self.is_of_training(event):
+                self.begun += event.steps
+                return
+            planned = self._is_planned(event)
+            self.others = self._others_with(event)
+            if self.remaining and not planned:
+                self._leave_room()
 
     def check(self, event: TrainingEvent) -> None:
         """Raise BudgetError if an event would exceed the budget.
@@ -111,18 +227,93 @@ class Account:
             return
         if self._is_planned(event) or math.isinf(self.budget):
             return
-        events = (*self.events, *self._to_come, event)
-        if (cost := total_epsilon(events, self.delta)) > self.budget:
+        events = (*self.before, *self.own, *self._to_come, event)
+        if covers(self.affordable, events):
+            return
+        if (cost := self.cost(events)) > self.budget:
             raise BudgetError(
                 f"With this event epsilon would be {format_epsilon(cost)}, above {self.budget:g}. "
                 "Use more noise, or a larger budget."
             )
+        self.affordable = events
+
+    def cost(self, events: tuple[TrainingEvent, ...]) -> float:
+        """Return epsilon of some events on these records."""
+        if self.order is None:
+            return total_epsilon(events, self.delta)
+        return epsilon_at_order(events, self.delta, self.order)
 
     def record_before(self, event: TrainingEvent) -> None:
-        """Record an event, which is about to begin, where the account is kept: here in memory."""
+        """Record an event, which is about to begin, where the account is kept."""
+        if self.path is not None:
+            self._store(self._others_with(event))
 
     def record(self) -> None:
         """Record exactly what has begun where the account is kept: here in memory."""
+
+    def refresh(self) -> None:
+        """Read what other processes have begun in an account on disk.
+
+        Raises InputError if the file is missing, damaged, another one's, or older than it was.
+        """
+        if self.path is None:
+            return
+        now = _read(self.path)
+        if now.number != self.number:
+            raise InputError(
+                f"{self.path} is the account of other records than those it was opened for. Put "
+                "its own file back."
+            )
+        if not covers(now.others, self.others):
+            raise InputError(
+                f"{self.path} counts less than it did before: an older copy was restored, which "
+                "does not know what was released since. Put the latest one back."
+            )
+        self.others = now.others
+
+    def _others_with(self, event: TrainingEvent) -> tuple[TrainingEvent, ...]:
+        others = (*self.others, event)
+        return others if self.path is None else merged(others)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold an account while an event begins. Raises InputError if that is not possible."""
+        if self.closed:
+            raise InputError(CLOSED)
+        with _BEGINNING:
+            if self.path is None:
+                yield
+                return
+            with self._held_file():
+                self.refresh()
+                yield
+
+    @contextmanager
+    def _held_file(self) -> Iterator[None]:
+        lock = FileLock(f"{self.path}.lock", timeout=PATIENCE, mode=files.PRIVATE_MODE)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(f"{self.path} is in use by another process. Try again.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _store(self, others: tuple[TrainingEvent, ...]) -> None:
+        """Write the account to disk, with sync. Raises OSError."""
+        if self.path is None:
+            raise ValueError("the account has no file")
+        kept = Stored(
+            number=self.number,
+            unit=self.unit,
+            delta=self.delta,
+            target=self.target,
+            order=self.order,
+            events=others,
+        )
+        text = files.with_checksum("account", kept.model_dump(mode="json"))
+        files.write_atomically(self.path, text.encode(), files.PRIVATE_MODE)
 
     def steps(self, count: int) -> TrainingEvent:
         """Return the event of some steps of the planned training."""
@@ -169,6 +360,7 @@ class Account:
     @property
     def own(self) -> tuple[TrainingEvent, ...]:
         """Return the events that have begun, without earlier accounts."""
+        self.refresh()
         return tuple(event for event in (self.done, *self.others) if event.steps)
 
     @property
@@ -194,7 +386,16 @@ class Account:
     @property
     def epsilon(self) -> float:
         """Return the privacy cost of all events that have begun."""
-        return total_epsilon(self.events, self.delta)
+        return self.cost(self.events)
+
+    @property
+    def statement(self) -> str:
+        """Return the meaning of the guarantee of all events that have begun."""
+        if not (events := (*self.before, *self.own)):
+            return "Nothing was released of these records: epsilon is 0."
+        unit = RECORD if self.unit == RECORD_UNIT else UNIT
+        said = statement(self.cost(events), self.delta, events, unit, seeded=self.seeded)
+        return said if self.order is None else f"{said} {ADAPTIVE.format(self.target)}"
 
     def bound(self, step: int) -> float:
         """Return an upper bound of epsilon up to a step of the training, exact for its last one."""
@@ -223,7 +424,7 @@ class Account:
     def alone(self) -> "Account":
         """Return a copy as it is now, in memory and without earlier accounts."""
         values = {each.name: getattr(self, each.name) for each in fields(Account)}
-        return Account(**{**values, "earlier": ()})
+        return Account(**{**values, "earlier": (), "path": None, "affordable": ()})
 
     def shorten(self) -> None:
         """Limit the planned training to the steps that the budget allows, with what follows them.
@@ -240,7 +441,8 @@ class Account:
 
     def _shorten_to(self, limit: float) -> None:
         others = (*self.before, *self.others, *self._to_come)
-        self.event = self.steps(affordable_steps(self.event, self.delta, limit, others))
+        count = affordable_steps(self.event, self.delta, limit, others, self.cost)
+        self.event = self.steps(count)
 
     @property
     def _to_come(self) -> tuple[TrainingEvent, ...]:
@@ -288,6 +490,62 @@ def without(
         if event in left:
             left.remove(event)
     return tuple(left)
+
+
+class Stored(BaseModel):
+    """Account in a file, beside its checksum."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    version: int = 1
+    number: str
+    unit: tuple[str, str]
+    delta: float
+    target: float | None
+    order: float | None
+    events: tuple[TrainingEvent, ...]
+
+
+def _read(path: Path) -> Account:
+    """Return the account in a file. Raises InputError."""
+    try:
+        values = files.checked(path.read_bytes(), "account")
+        kept = Stored.model_validate_json(json.dumps(values))
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} does not exist, so what was spent on its records is unknown. Put the account "
+            "back. For records of which nothing was released yet, use Account.create(...)."
+        ) from None
+    except OSError as failure:
+        raise InputError(f"{path} cannot be read ({failure.strerror or failure}).") from failure
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as failure:
+        raise InputError(
+            f"{path} is damaged, or not an account of dpmac, so what was spent on its records is "
+            "unknown. Put the latest copy back."
+        ) from failure
+    return Account(
+        path=path,
+        number=kept.number,
+        unit=kept.unit,
+        delta=kept.delta,
+        target=kept.target,
+        order=kept.order,
+        others=kept.events,
+    )
+
+
+def _reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Account:
+    """Return an account on disk in another process, which counts at least some events."""
+    account = _read(Path(path))
+    opened = replace(account, number=number, others=others)
+    opened.refresh()
+    return opened
+
+
+def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> bool:
+    """Return whether there are at least as many steps of each mechanism as in other events."""
+    counts = {replace(event, steps=0): event.steps for event in merged(more)}
+    return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))
 
 
 def done(event: TrainingEvent, **values: Any) -> Account:

@@ -163,8 +163,33 @@ def _cost(
     return min(cost, (_by_rdp(parts, delta), "rdp")) if near else cost
 
 
-def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
-    by_rdp = rdp_privacy_accountant.RdpAccountant()
+def order_for(epsilon: float, delta: float) -> float:
+    """Return the Renyi order at which a budget allows most Gaussian mechanisms, from 1.1 to 512.
+
+    At order a, a mechanism of divergence a r costs a r + log(1 - 1/a) - log(delta a) / (a - 1).
+    """
+    orders = [1 + tenth / 10 for tenth in range(1, 5111)]
+    spare = {a: epsilon - math.log1p(-1 / a) + math.log(delta * a) / (a - 1) for a in orders}
+    return max(orders, key=lambda a: spare[a] / a)
+
+
+def epsilon_at_order(events: tuple[TrainingEvent, ...], delta: float, order: float) -> float:
+    """Return epsilon of events on the same records, also if each was chosen after earlier results.
+
+    Renyi divergences of one order, fixed beforehand, add up for such events (Feldman and Zrnic
+    2021), where privacy loss distributions do not in general.
+    """
+    parts = merged(events)
+    if noiseless(parts):
+        return math.inf
+    check_noise(parts)
+    return _by_rdp(parts, delta, [order]) if parts else 0.0
+
+
+def _by_rdp(
+    parts: Sequence[TrainingEvent], delta: float, orders: Sequence[float] | None = None
+) -> float:
+    by_rdp = rdp_privacy_accountant.RdpAccountant(orders)
     # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition,
     # times the order. Without it a divergence too small for float64 would cost nothing.
     rounding = dp_accounting.GaussianDpEvent(

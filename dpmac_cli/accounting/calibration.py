@@ -138,15 +138,18 @@ def affordable_steps(
     delta: float,
     budget: float,
     others: Sequence[TrainingEvent] = (),
+    price: Callable[[tuple[TrainingEvent, ...]], float] | None = None,
 ) -> int:
     """Return the largest T <= event.steps such that ``others`` and T steps are within budget.
 
     ``others`` are the other events that the budget pays for: earlier ones, and a covered score at
-    the end. Raises BudgetError if the first step costs more.
+    the end. ``price`` is epsilon of events, by default :func:`total_epsilon`. Raises BudgetError if
+    the first step costs more.
     """
 
     def cost(steps: int) -> float:
-        return total_epsilon((*others, replace(event, steps=steps)), delta)
+        events = (*others, replace(event, steps=steps))
+        return total_epsilon(events, delta) if price is None else price(events)
 
     if math.isinf(budget):
         return event.steps

@@ -3,24 +3,18 @@
 Imports no torch.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dpmac_cli import files
-from dpmac_cli.accounting.account import Account, done, without
+from dpmac_cli.accounting.account import RESERVED, Account, done, without
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.runs import folder, headers
 
 FILE = folder.LEDGER
-#: Reservations of a run, because syncing to disk takes time. Steps of one that are not taken are
-#: counted if the run is killed.
-RESERVED = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,11 +31,6 @@ class Ledger(Account):
 
     run: Path | None = None
     reserved: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the account of a network without the folder, whose name may be private."""
-        values = {each.name: getattr(self, each.name) for each in fields(Account)}
-        return partial(Account, **values), ()
 
     def record_before(self, event: TrainingEvent) -> None:
         """Record an event on disk, and reserve at most a hundredth of all steps. Raises OSError."""
@@ -71,7 +60,7 @@ class Ledger(Account):
             "score": None if self.score is None else asdict(self.score),
             "histograms": [asdict(event) for event in without(self.histograms, more)],
         }
-        text = files.to_json({"sha256": _sum(spent), "spent": spent})
+        text = files.with_checksum("spent", spent)
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
         self.reserved = begun
 
@@ -109,11 +98,8 @@ def read_ledger(run: Path) -> Account | None:
     It has no delta and no target, which are settings.
     """
     try:
-        text = (run / folder.CHECKPOINTS / FILE).read_bytes()
-        found = json.loads(text)
-        if found["sha256"] != _sum(found["spent"]):
-            return None
-        kept = headers.Spent.model_validate_json(json.dumps(found["spent"]), strict=True)
+        spent = files.checked((run / folder.CHECKPOINTS / FILE).read_bytes(), "spent")
+        kept = headers.Spent.model_validate_json(json.dumps(spent), strict=True)
         account = Account(
             earlier=tuple(done(event) for event in kept.earlier),
             event=kept.event,
@@ -143,7 +129,3 @@ def begun_events(
         return tuple(e for e in (found.planned if whole else found.events) if e.steps)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return planned if begun else ()
-
-
-def _sum(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

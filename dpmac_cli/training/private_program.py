@@ -3,11 +3,13 @@
 import threading
 from abc import abstractmethod
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.part import Part
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
@@ -52,19 +54,18 @@ class PrivateProgram(Unshared):
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
         on_records: tuple[str, ...] = (),
+        whole: Account | None = None,
     ) -> None:
         """Plan the steps that the budget allows after earlier training. Raises BudgetError.
 
-        ``notes`` are messages, and ``on_records`` are about the records.
+        ``notes`` are messages, ``on_records`` are about the records, and ``whole`` is their
+        account, if a program has one.
         """
         check_single_process()
         keep_freed_memory()
         self._plan, self._notes, self._on_records = plan, notes, on_records
-        self._account = Account(
-            event=plan.event,
-            earlier=tuple(account.alone() for account in earlier),
-            **plan.of_account,
-        )
+        before = tuple(account.alone() for account in earlier)
+        self._account = account_of(plan, whole, event=plan.event, earlier=before)
         self._account.shorten()
         self._keys = make_keys(None)
         self._left_out = 0  # steps of epochs that were begun and not finished
@@ -107,6 +108,15 @@ class PrivateProgram(Unshared):
         return self._account.base if self._step is None else self._step.state.step
 
     @property
+    def begun(self) -> int:
+        """Return the number of steps that have begun, also before the last state was loaded.
+
+        It counts those that failed, or were left out of an epoch by :meth:`PrivateStep.loader`.
+        """
+        parts = (*self._account.earlier, self._account)
+        return sum(each.done.steps for each in parts if each.series == self._account.series)
+
+    @property
     def plan(self) -> Plan:
         """Return the plan of the training: its settings, and its event with the noise."""
         return self._plan
@@ -115,7 +125,8 @@ class PrivateProgram(Unshared):
     def event(self) -> TrainingEvent:
         """Return the privacy event of all steps that have begun, without earlier training.
 
-        It includes the steps that are left out of an epoch by :meth:`PrivateStep.loader`.
+        It includes the steps that are left out of an epoch by :meth:`PrivateStep.loader`, and not
+        those before a state was loaded.
         """
         return self._account.done
 
@@ -173,3 +184,12 @@ class PrivateProgram(Unshared):
                 "more epochs, or train this one again in the same way, which also counts these "
                 "steps."
             )
+
+
+def account_of(plan: Plan, whole: Account | None, **values: Any) -> Account:
+    """Return the account of a training, whose events begin in that of the records, if any."""
+    values = {**plan.of_account, **values}
+    if whole is None:
+        return Account(**values)
+    values["target"] = plan.settings.epsilon
+    return Part(whole=whole, number=whole.number, reserved=values.get("begun", 0), **values)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpmac_cli.accounting.account import Account, check_composable
+from dpmac_cli.accounting.account import NO_TRAINING, Account, check_composable, covers
 from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config import checks
 from dpmac_cli.config.datasets import Defaults
@@ -61,8 +61,9 @@ from dpmac_cli.training.carried_accounts import (
 )
 from dpmac_cli.training.chunks import BatchSum
 from dpmac_cli.training.loading import NOT_DRAWN, REPLACED, Drawn, batches
-from dpmac_cli.training.private_program import PrivateProgram
+from dpmac_cli.training.private_program import PrivateProgram, account_of
 from dpmac_cli.training.reading import (
+    Checked,
     Collate,
     OneByOne,
     Reader,
@@ -121,18 +122,22 @@ class PrivateStep(PrivateProgram):
             integers are used to validate the network, and its numbers where random ones fail, such
             as probabilities that sum to 1. By default integers are 0 and 1, numbers are random, and
             the shapes are those of the first record.
+        account: account of the records, of :meth:`.Account.create` or :meth:`.Account.open`. Every
+            step begins there too, and epsilon, its target and ``max_epsilon`` cover everything that
+            it counts. By default what this network carries along is all that is counted.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
 
     Raises:
         InputError: settings cannot be used; lists every fault found.
-        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` or the account allows no
+            step.
         ModelError: the network or the loss cannot be clipped, or its earlier training cannot be
             added. If there is no ``example``, the first batch is awaited.
     """
 
     __slots__ = (
         *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
-        *("_structure", "_sums", "_weigh"),
+        *("_structure", "_sums", "_weigh", "_whole"),
     )
     _plan: Plan
 
@@ -145,13 +150,18 @@ class PrivateStep(PrivateProgram):
         weights: Callable[[Batch], Tensor] | None = None,
         largest_weight: float = 1.0,
         example: Batch | None = None,
+        account: Account | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
-        _check_arguments(model, loss, sampling, keywords)
+        _check_arguments(model, loss, sampling, account, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
         self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
+        self._whole = account
         earlier = carried_by(model, (loss, weights))
+        if account is not None:
+            earlier = tuple(each for each in earlier if each.number != account.number)
+            keywords.setdefault("delta", account.delta)
         check_composable(earlier)
         named = {
             "model": f"{type(model).__module__}:{type(model).__qualname__}",
@@ -160,13 +170,16 @@ class PrivateStep(PrivateProgram):
             "calibration": NO_CALIBRATION,
         }
         settings: dict[str, Any] = {**keywords, **named}
-        before = tuple(event for account in earlier for event in account.own)
+        counted = earlier if account is None else (*earlier, account)
+        before = tuple(event for each in counted for event in each.own)
         given = given_settings(settings)
         plan = plan_run(given, _facts_of_batches(sampling, given.model), earlier=before)
         notes = checks.notes(plan, given.explicit)
         # Nothing is scored or published.
         plan = replace(plan, settings=plan.settings.replace(ema=None))
-        self._begin(plan, earlier, notes)
+        if account is not None:
+            _check_account(account, plan)
+        self._begin(plan, earlier, notes, whole=account)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
@@ -208,10 +221,11 @@ class PrivateStep(PrivateProgram):
             ModelError: see :class:`PrivateStep`.
         """
         _check_size(size := size_of(dataset), self._sampling)
-        check_copies(dataset)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row, numbers = first_row(records), probes(size)
-        check_reread(records, numbers)
+        if not isinstance(dataset, Checked):
+            check_copies(dataset)
+            check_reread(records, numbers)
         structure = self._structure or Structure.of(row).to(device_of(self._model))
         if self._step is None:
             self._prepare(structure)
@@ -291,7 +305,7 @@ class PrivateStep(PrivateProgram):
             "lr": self.lr,
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any], *, taken: int) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], *, taken: int | None = None) -> None:
         """Continue a training with new noise and batches.
 
         Epsilon then counts all steps that were ``taken`` before, kept in the state or not, and
@@ -300,37 +314,39 @@ class PrivateStep(PrivateProgram):
 
         Args:
             saved: a state of :meth:`state_dict`.
-            taken: number of steps that the saved training took in all, also after it was saved:
-                its ``event.steps``, which counts those that failed or were left out of an epoch,
-                too. If they were not counted, an upper bound.
+            taken: number of steps that the training took in all, from its first one, also after the
+                state was saved: :attr:`begun` of the last process, which counts those that failed
+                or were left out of an epoch, too. If they were not counted, an upper bound. A
+                training with an ``account`` needs none, because that counts them.
 
         Raises:
-            InputError: ``saved`` is no such state, this training has begun, or ``taken`` is not
-                possible.
+            InputError: ``saved`` is no such state, or newer than the account; this training has
+                begun; or ``taken`` is not possible.
             ModelError: the network has other parameters.
         """
-        if self._account.count or self._account.earlier:
+        if self._account.begun or self._account.earlier:
             raise InputError(
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
         _check_state(saved)
         *earlier, last = map(ACCOUNT.validate_python, saved["trainings"])
-        if not last.count <= taken <= last.event.steps:
-            raise InputError(
-                f"taken is {taken}, but the state holds {last.count} of {last.event.steps} steps. "
-                "Set it to the number of steps that were taken, also after the state was saved."
-            )
-        accounts = (*earlier, replace(last, begun=last.base + taken))
+        if self._whole is None:
+            accounts = (*earlier, _with_lost(last, earlier, taken))
+        else:
+            _check_counts(self._whole, last, taken)
+            accounts = tuple(earlier)
         check_composable(accounts)
-        plan, step, steps = self._plan, saved["numbers"]["step"], self._account.end
-        self._account = Account(
-            event=plan.event.first(max(0, steps - step)),
+        plan, step = self._plan, saved["numbers"]["step"]
+        self._account = account_of(
+            plan,
+            self._whole,
+            event=plan.event.first(max(0, plan.event.steps - step)),
             base=step,
             begun=step,
             earlier=accounts,
             target=plan.settings.epsilon,
-            **plan.of_account,
+            series=last.series,
         )
         try:
             self._account.shorten()
@@ -399,7 +415,7 @@ def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
 
 
 def _check_arguments(
-    model: object, loss: object, sampling: object, keywords: Mapping[str, Any]
+    model: object, loss: object, sampling: object, account: object, keywords: Mapping[str, Any]
 ) -> None:
     """Raise InputError with every argument that cannot be used; ModelError without a network."""
     if not isinstance(model, nn.Module):
@@ -417,6 +433,10 @@ def _check_arguments(
         errors.append(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256) "
             f"or RandomAllocation(...), not {sampling!r}."
+        )
+    if not isinstance(account, Account | None):
+        errors.append(
+            f"account must come from Account.create(...) or Account.open(...), not {account!r}."
         )
     errors += [NO_SEED] * (keywords.get("seed") is not None)
     errors += [
@@ -442,6 +462,50 @@ def _check_size(size: int, sampling: BatchSampling) -> None:
             f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
             f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
         )
+
+
+def _check_account(account: Account, plan: Plan) -> None:
+    """Raise InputError if the events of a plan cannot be added to an account."""
+    if account.unit != plan.account_unit:
+        raise InputError(
+            f"The account protects one {account.unit[0]}, and this training one "
+            f"{plan.account_unit[0]}: costs of different units cannot be added. Use the same unit, "
+            "or an account of its own for other records."
+        )
+    if account.delta != plan.settings.delta:
+        raise InputError(
+            f"{{delta=}}{plan.settings.delta:g} is not that of the account, {account.delta:g}. "
+            "Leave it out."
+        )
+
+
+def _check_counts(whole: Account, last: Account, taken: int | None) -> None:
+    """Raise InputError unless an account counts a saved training."""
+    if taken is not None:
+        raise InputError("The account counts the steps that were taken. Leave taken out.")
+    if last.number != whole.number or not covers(whole.own, last.own):
+        raise InputError(
+            "The account does not count what the training of this state did: it is the account of "
+            "other records, or an older copy was restored. Use the one that the training began "
+            "with, in its latest copy."
+        )
+
+
+def _with_lost(last: Account, earlier: list[Account], taken: int | None) -> Account:
+    """Return the last part of a training that took a number of steps in all. Raises InputError."""
+    if last.event == NO_TRAINING:
+        raise InputError(
+            "The state is of a training with an account of its records, which counts the steps "
+            "since. Pass it: PrivateStep(..., account=Account.open(path))."
+        )
+    before = sum(part.done.steps for part in earlier if part.series == last.series)
+    held, most = before + last.done.steps, before + last.event.steps
+    if taken is None or not held <= taken <= most:
+        raise InputError(
+            f"taken is {taken}, but the state holds {held} of {most} steps. Set it to the number "
+            "of steps that were taken in all, also after the state was saved."
+        )
+    return replace(last, begun=last.base + taken - before)
 
 
 def _check_state(given: object) -> None:

@@ -13,8 +13,10 @@ to the memory of a record that it has returned, for few of its records, unless r
 :data:`PROBES` of them shows it.
 """
 
+import math
 import os
 import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,13 +30,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import default_collate
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure, parts_by_name
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.digest import digest
+from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.training.rows import Fault, Form, Stored, as_row, joined, shapes_differ, stored_in
+from dpmac_cli.training.torch_datasets import check_copies
 
 #: Records whose contents identify a dataset, evenly spaced.
 PROBES = 16
@@ -275,3 +279,52 @@ def _sum_of(row: Batch) -> str:
     parts = parts_by_name(row)
     named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
     return digest(named, {"parts": list(parts)})
+
+
+class Checked:
+    """Records that were all read once. One that cannot be used later has a loss of NaN.
+
+    A step leaves out a gradient that is not finite, so whether a record can be used changes nothing
+    but its own part. A record is a dict of ``record`` and the factor ``used`` of its loss, 1 or
+    NaN.
+
+    Args:
+        dataset: map-style dataset.
+        example: public example of its records, as for a ``PrivateStep``; None without.
+        size: number of records that it must have.
+
+    Raises:
+        InputError: a record cannot be used, differs when it is read again, or is there twice.
+    """
+
+    def __init__(self, dataset: Any, example: Batch | None, size: int) -> None:
+        if size_of(dataset) != size:
+            raise InputError(
+                f"There are {size_of(dataset):,} records, but sampling has n={size:,}."
+            )
+        check_copies(dataset)
+        self._records = OneByOne(dataset, default_collate, secrets.token_bytes(KEY_BYTES))
+        row = first_row(self._records)
+        self._like = Structure.of(row if example is None else example)
+        for number in range(size):
+            found = joined(self._like, iter([self._records.row(number)]))
+            if isinstance(found, Fault):
+                raise InputError(f"Record {number}: {found.why}")
+        check_reread(self._records, probes(size))
+        self.example: Batch | None = None
+        if example is not None:
+            self.example = {"record": example, "used": torch.ones(len(tensors_in(example)[0]))}
+        used = {"record": row, "used": torch.ones(1)}
+        self.structure = Structure.of(used) if example is None else Structure(self.example, True)
+
+    def __len__(self) -> int:
+        return len(self._records.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        found = joined(self._like, iter([self._records.row(number)]))
+        lost = isinstance(found, Fault)
+        row = self._like.template if lost else found
+        return {
+            "record": map_rows(lambda t: t[0], row),
+            "used": torch.tensor(math.nan if lost else 1.0),
+        }

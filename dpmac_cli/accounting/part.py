@@ -1,0 +1,81 @@
+"""A training as a part of an account that several trainings use. Imports no torch."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpmac_cli.accounting.account import RESERVED, Account
+from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import TrainingEvent
+
+
+@dataclass(slots=True, kw_only=True)
+class Part(Account):
+    """Planned training whose steps begin in another account of the same records.
+
+    Its epsilon is that of everything in that account. Its number is the other account's, so a
+    network that carries both counts the events once.
+
+    Attributes:
+        whole: the account of the records.
+        reserved: last step that has begun there.
+    """
+
+    whole: Account
+    reserved: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a closed copy without the path, which may be private, as a network carries it."""
+        return replace(self.alone(), earlier=self.earlier).__reduce__()
+
+    def reserve(self, steps: int) -> None:
+        """Begin steps in the account of the records, which are taken later. See :meth:`begin`."""
+        self.whole.begin(self.steps(steps))
+        self.reserved += steps
+
+    def record_before(self, event: TrainingEvent) -> None:
+        """Begin an event in the account of the records; of steps, a hundredth of all at once.
+
+        Epochs of :class:`~dpmac_cli.RandomAllocation` begin as a whole.
+        """
+        if not self.is_of_training(event):
+            self.whole.begin(event)
+        elif (step := self.begun + event.steps) > self.reserved:
+            step += self.event.steps // RESERVED
+            if self.event.sampling.once_an_epoch:
+                step += -(step - self.base) % self.event.steps_per_epoch
+            self.reserve(min(self.end, step) - self.reserved)
+
+    @property
+    def own(self) -> tuple[TrainingEvent, ...]:
+        """Return all events of the account of the records."""
+        return self.whole.own
+
+    @property
+    def count(self) -> int:
+        """Return the number of steps and other events in the account of the records."""
+        return self.whole.count
+
+    @property
+    def kept_to(self) -> float:
+        """Return the target; infinity without."""
+        return math.inf if self.target is None else self.target
+
+    def alone(self) -> Account:
+        """Return a copy of what has begun, in memory and without earlier accounts."""
+        return Account(
+            others=self.own,
+            delta=self.delta,
+            unit=self.unit,
+            secure=self.secure,
+            number=self.number,
+        )
+
+    def _shorten_to(self, limit: float) -> None:
+        """Limit the training to its own budget, and to that of the account of the records."""
+        whole, begun = self.whole, self.own
+        budgets = ((limit, self.cost, (*self.before, *begun)), (whole.budget, whole.cost, begun))
+        for budget, cost, others in budgets:
+            count = affordable_steps(self.event, self.delta, budget, others, cost)
+            self.event = self.steps(count)
+        whole.affordable = (*begun, self.event)
