@@ -1,11 +1,13 @@
 """Public Python API; each name is imported on first use."""
 
 from .accounting.account import Account as Account
+from .accounting.accountants import total_epsilon as total_epsilon
 from .accounting.calibration import calibrate_noise as calibrate_noise
 from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
+from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.networks import register_features as register_features
 from .config.settings import Settings as Settings
@@ -48,6 +50,9 @@ from .runs.resolve import resolve as resolve
 from .runs.session import Evaluated as Evaluated
 from .runs.session import Started as Started
 from .runs.session import Update as Update
+from .silo.claims import Claim as Claim
+from .silo.claims import federation as federation
+from .silo.silo import Silo as Silo
 from .studies.grid import plan as plan
 from .studies.results import collect as collect
 from .studies.tune import tune as tune

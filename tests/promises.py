@@ -41,6 +41,10 @@ PROMISES = {
         "step that began"
     ),
     "ledger": "the record of the spent budget survives kills and lost files",
+    "silo": (
+        "what leaves a silo is noisy weights and public facts, charged before a record is read, "
+        "whatever fails or is killed"
+    ),
     "faults": "kills, faults, altered files and memory that runs out change no price",
     "ranks": (
         "ranks take the same steps as one process, add noise once, and receive neither "

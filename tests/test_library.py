@@ -252,3 +252,19 @@ def test_a_misspelt_keyword_of_arrays_is_refused() -> None:
 def test_settings_of_another_kind_are_refused(settings: Any) -> None:
     with pytest.raises(InputError, match="Give them as keywords"):
         resolve(settings)
+
+
+@pytest.mark.long
+def test_the_examples_of_training_across_hospitals_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two silos of ten rounds, each with epsilon 3; then two trainings that share an account."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "notebook"}
+    for block in BLOCK.findall((DOCS / "federation.md").read_text()):
+        exec(compile(block, "federation.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert float(printed.split()[1]) > 0.6
+    assert printed.count("| 30 (0) | 3 | 1e-05 |") == 2
+    assert "at most the sum, epsilon 6 and delta 2e-05" in printed
+    assert "(4, 1e-05)-differential privacy" in printed

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dpmac_cli.accounting import calibration
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, accountant_name
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
@@ -45,6 +46,8 @@ from dpmac_cli.config.settings import (
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.release.plots import KINDS, trade_offs, write_figure
+from dpmac_cli.silo.rounds import ACCOUNT, read_rounds
+from dpmac_cli.silo.rounds import ROUNDS as ROUNDS_OF_SILO
 
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
@@ -235,7 +238,11 @@ class AccountFlags(Question, frozen=True):
 def account(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN", help="Run folder or report to recompute epsilon for."),
+        typer.Argument(
+            metavar="RUN",
+            help="Run folder or report to recompute epsilon for, or an account on disk, or the "
+            "folder of a silo, to read.",
+        ),
     ] = None,
     **given: Any,
 ) -> None:
@@ -244,7 +251,8 @@ def account(
     Sizes and epochs default to those of the dataset (default: mnist). With --epsilon, the
     command solves for the noise, or for the longest run if --sigma is given. --sigma, --epochs,
     --steps and --epsilon accept several values (0.5,0.6,0.7) and print a table. With a run folder,
-    the privacy cost of the run is recomputed from its report.
+    the privacy cost of the run is recomputed from its report. With an account on disk, or a silo's
+    folder, the command prints what is spent and left.
 
     Examples:
 
@@ -263,6 +271,10 @@ def account(
             if name in Question.model_fields and name not in BESIDE_A_RUN and is_given(value)
         )
     flags = valid(AccountFlags, given, errors)
+    if run is not None and (file := account_file(run)) is not None:
+        raise_errors((*errors, *_of_accounts(given)))
+        _print_account(file, as_json=flags.json)
+        return
     if flags.plot:
         errors += faults_of_file(flags.plot, KINDS, True, "plot")
     raise_errors(errors)
@@ -288,6 +300,55 @@ def account(
         _judge(*of_report)
     if beyond:
         raise BudgetError(beyond)
+
+
+def account_file(path: Path) -> Path | None:
+    """Return the file of an account on disk, given it or its folder; None for a run."""
+    file = path / ACCOUNT if path.is_dir() else path
+    named = path.is_dir() or path.suffix == ".json"
+    try:
+        return file if named and '"account"' in file.read_text("utf-8") else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _of_accounts(given: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("delta", "accountant", "risk", "plot"):
+        if is_given(given[name]):
+            yield f"{{{name}}} is for runs. An account has its own delta and events. Leave it out."
+
+
+def _print_account(file: Path, *, as_json: bool) -> None:
+    """Print what is spent of an account on disk, and left, and rounds of a silo.
+
+    Raises InputError.
+    """
+    kept = Account.open(file)
+    events = kept.own
+    values: dict[str, Any] = {
+        "epsilon": finite_or_none(kept.epsilon if events else 0.0),
+        "target": kept.target,
+        "delta": kept.delta,
+        "steps": sum(event.steps for event in events),
+    }
+    if file.name == ACCOUNT and (file.parent / ROUNDS_OF_SILO).exists():
+        rounds = read_rounds(file.parent)
+        values |= {"rounds": rounds.answered, "lost_rounds": rounds.lost(kept.count)}
+    values["statement"] = kept.statement
+    if as_json:
+        console.print_result(to_json(values))
+        return
+    out = console.stdout()
+    target = "no target" if kept.target is None else f"of {kept.target:g}"
+    epsilon = (f"epsilon {format_epsilon(values['epsilon'])}", "bold")
+    out.print(Text.assemble(epsilon, f" {target} at delta {format_epsilon(kept.delta)}"))
+    if kept.target is not None:
+        left = f"{max(0.0, kept.target - kept.epsilon if events else kept.target):.4g}"
+        out.print(Text(f"  {'left':<14} {left}"))
+    for name in ("steps", "rounds", "lost_rounds"):
+        if name in values:
+            out.print(Text(f"  {name.replace('_', ' '):<14} {values[name]:,}"))
+    out.print(Text(values["statement"]))
 
 
 def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:

@@ -1,0 +1,144 @@
+"""Claims of silos, and what those of a federation mean together. Imports no torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.errors import InputError, raise_errors
+
+#: Limits of what a federation guarantees.
+NOT_COVERED = (
+    "Names of silos, numbers of records, settings, participation and times of rounds are public or "
+    "not covered. Neither are scores, choices by a silo's own test records, and numbers to scale "
+    "by that were taken from records. Secure aggregation hides single updates from the server, and "
+    "lowers no epsilon."
+)
+OWN_WORD = (
+    "All of this is the silos' own word: nobody else can check how much noise a silo added. Each "
+    "silo's account says what it spent (dpmac account LEDGER)."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Public facts that a silo sends with its weights. None depends on a record's content.
+
+    Attributes:
+        silo: random name of the silo's account.
+        unit: unit of privacy.
+        n: number of records.
+        sampling_rate: probability that a step uses a record.
+        sigma: noise multiplier.
+        steps: steps of a round.
+        delta: delta of the guarantee.
+        begun: steps that have begun, in all rounds, also in those that were lost.
+        epsilon: their privacy cost, with everything else in the account of these records.
+    """
+
+    silo: str
+    unit: str
+    n: int
+    sampling_rate: float
+    sigma: float
+    steps: int
+    delta: float
+    begun: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Joint meaning of the claims of all silos. See :func:`federation`.
+
+    Attributes:
+        silos: the last claim of each silo, and the number of its rounds that were lost.
+        server: who ran the server.
+        aggregation: how weights were averaged.
+    """
+
+    silos: tuple[tuple[Claim, int], ...]
+    server: str
+    aggregation: str
+
+    @property
+    def epsilon(self) -> float:
+        """Return the largest epsilon of a silo."""
+        return max(claim.epsilon for claim, _ in self.silos)
+
+    @property
+    def statement(self) -> str:
+        """Return the guarantee in plain sentences."""
+        costs = "; ".join(
+            f"silo {number}: epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}, for "
+            f"one {claim.unit}"
+            for number, (claim, _) in enumerate(self.silos, 1)
+        )
+        return (
+            "Each silo's records are protected by that silo's own noise, whoever runs the server. "
+            "What a silo sent in all rounds is seen by the server and, averaged, by every other "
+            "silo and by whoever gets the model. It is differentially private with the silo's own "
+            f"epsilon and delta: {costs}. {self._persons} {NOT_COVERED}"
+        )
+
+    @property
+    def report(self) -> str:
+        """Return a card of the final model, in Markdown."""
+        head = "| silo | unit | records | sampling rate | sigma | steps (lost) | epsilon | delta |"
+        rows = (
+            f"| {number} ({claim.silo[:8]}) | {claim.unit} | {claim.n:,} | "
+            f"{claim.sampling_rate:.4g} | {claim.sigma:.10g} | {claim.begun} "
+            f"({lost * claim.steps}) | {format_epsilon(claim.epsilon)} | {claim.delta:g} |"
+            for number, (claim, lost) in enumerate(self.silos, 1)
+        )
+        how = (
+            f"- Server: {self.server or 'not stated'}",
+            f"- Aggregation: {self.aggregation or 'not stated'}",
+        )
+        table = (head, "|---" * 8 + "|", *rows)
+        parts = ("# Privacy of a federated model", "\n".join(table), "\n".join(how))
+        return "\n\n".join((*parts, self.statement, OWN_WORD)) + "\n"
+
+    @property
+    def _persons(self) -> str:
+        """Return what holds for somebody with records in one silo, or in several."""
+        alone = (
+            f"Somebody with records in one silo: epsilon at most {format_epsilon(self.epsilon)}."
+        )
+        if len({claim.unit for claim, _ in self.silos}) > 1:
+            return f"{alone} Silos protect different units, whose costs cannot be added."
+        total = sum(claim.epsilon for claim, _ in self.silos)
+        deltas = sum(claim.delta for claim, _ in self.silos)
+        return (
+            f"{alone} Somebody with a {self.silos[0][0].unit} in each silo: at most the sum, "
+            f"epsilon {format_epsilon(total)} and delta {deltas:.4g}."
+        )
+
+
+def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = "") -> Federation:
+    """Return what the claims of all rounds of all silos mean together.
+
+    Args:
+        claims: every claim that the server received, each silo's in order.
+        server: who ran the server.
+        aggregation: how weights were averaged, such as "mean with equal weights".
+
+    Raises InputError without a claim, or if a silo's steps did not rise from round to round: its
+    account was replaced.
+    """
+    silos: dict[str, list[Claim]] = {}
+    for claim in claims:
+        known = silos.setdefault(claim.silo, [])
+        if claim not in known:  # a reply that was sent again
+            known.append(claim)
+    if not silos:
+        raise InputError("A federation has at least one claim of a silo.")
+    raise_errors(
+        f"The claims of silo {name} do not belong to one account: each round begins more steps."
+        for name, every in silos.items()
+        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(every))
+    )
+    last = (
+        (every[-1], every[-1].begun // every[-1].steps - len(every)) for every in silos.values()
+    )
+    return Federation(tuple(last), server, aggregation)

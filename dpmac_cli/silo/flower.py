@@ -1,0 +1,96 @@
+"""A silo as a client of Flower, and a strategy of its server. Needs the extra ``flower``.
+
+Flower sends the text of an exception to the server, so every failure here has one of three texts.
+"""
+
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from dpmac_cli.silo.claims import Claim
+from dpmac_cli.silo.silo import REFUSED, Silo, SiloError
+
+
+def client_app(make_silo: Callable[[Context], Silo]) -> ClientApp:
+    """Return a client that trains, and does nothing else.
+
+    Args:
+        make_silo: returns the silo of a node. It is called for every message, because Flower
+            starts a process for each. Reasons of its failures are printed where the node runs.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        config, arrays = message.content["config"], message.content["arrays"]
+        said = REFUSED
+        try:
+            with make_silo(context) as silo:
+                seen = dict(zip(config.get("silos", ()), config.get("seen", ()), strict=True))
+                reply = silo.round(
+                    str(context.run_id),
+                    config["server-round"],
+                    arrays.to_torch_state_dict(),
+                    seen=seen.get(silo.name, 0),
+                )
+        except SiloError as failure:
+            said = str(failure)
+        except Exception:  # noqa: BLE001  (its text may be about records)
+            traceback.print_exc()
+        else:
+            content = RecordDict(
+                {
+                    "arrays": ArrayRecord(dict(reply.weights)),
+                    "metrics": MetricRecord({"num-examples": 1}),
+                    "claim": ConfigRecord(asdict(reply.claim)),
+                }
+            )
+            return Message(content, reply_to=message)
+        raise SiloError(said)  # not within the handler, so that nothing else is attached
+
+    return app
+
+
+class SiloAvg(FedAvg):
+    """Mean of the silos' weights, all equal, which keeps their claims.
+
+    It tells the silos what the server has seen, so that one whose account was deleted or restored
+    notices.
+
+    Args:
+        claims: claims of earlier runs.
+        settings: arguments of Flower's ``FedAvg``.
+
+    Attributes:
+        claims: all claims, for :func:`~dpmac_cli.federation`.
+    """
+
+    def __init__(self, *, claims: Iterable[Claim] = (), **settings: Any) -> None:
+        super().__init__(fraction_evaluate=0.0, **settings)
+        self.claims = list(claims)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Add the largest number of steps that was seen of each silo."""
+        seen: dict[str, int] = {}
+        for claim in self.claims:
+            seen[claim.silo] = max(claim.begun, seen.get(claim.silo, 0))
+        config["silos"], config["seen"] = [*seen], [*seen.values()]
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Keep the claims, and average the weights."""
+        received = list(replies)
+        for reply in received:
+            if reply.has_content():
+                self.claims.append(Claim(**dict(reply.content["claim"])))
+        return super().aggregate_train(server_round, received)

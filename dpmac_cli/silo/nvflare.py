@@ -1,0 +1,32 @@
+"""A silo as a client of NVFlare. Needs the extra ``nvflare``."""
+
+from dataclasses import asdict
+
+import nvflare.client as flare
+import torch
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+
+from dpmac_cli.silo.silo import Silo
+
+
+def serve(silo: Silo) -> None:
+    """Take rounds of a silo until NVFlare's job ends, and send each reply with its claim.
+
+    Clients count equally in the server's mean. Call it at the end of the client's script, where a
+    failure of anything before it stays on this machine.
+
+    Raises SiloError, whose text a server may see.
+    """
+    flare.init()
+    seen = 0
+    with silo:
+        while flare.is_running():
+            model = flare.receive()
+            if model is None:
+                break
+            weights = {name: torch.as_tensor(value) for name, value in model.params.items()}
+            reply = silo.round(flare.get_job_id(), model.current_round, weights, seen=seen)
+            seen = reply.claim.begun
+            params = {name: tensor.numpy() for name, tensor in reply.weights.items()}
+            meta = {"NUM_STEPS_CURRENT_ROUND": 1, "claim": asdict(reply.claim)}
+            flare.send(FLModel(params_type=ParamsType.FULL, params=params, meta=meta))

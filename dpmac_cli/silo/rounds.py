@@ -1,0 +1,94 @@
+"""Rounds of a silo, kept on disk beside its account. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpmac_cli import files
+from dpmac_cli.errors import InputError
+
+#: Files of a silo's folder.
+ACCOUNT, ROUNDS, STATE, REPLY, LOCK, PROBLEMS = (
+    *("account.json", "silo.json", "state.safetensors", "reply.safetensors", ".lock"),
+    "problems.txt",
+)
+
+
+class Round(BaseModel):
+    """A round that has begun.
+
+    Attributes:
+        run, number: name of the server's run, and number of the round in it.
+        given: SHA-256 of the weights that the server sent.
+        sent: SHA-256 of the weights of the reply; None as long as there is none.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    run: str
+    number: int
+    given: str
+    sent: str | None = None
+
+
+class Rounds(BaseModel):
+    """Settings and rounds of a silo.
+
+    Attributes:
+        settings: settings of the silo, as they must be in every process.
+        sigma: noise multiplier, which was calibrated at the first start.
+        lr: learning rate.
+        begun: steps in the account when this was written, at least.
+        rounds: rounds that have begun, in their order.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    settings: dict[str, Any]
+    sigma: float
+    lr: float
+    begun: int = 0
+    rounds: list[Round] = []
+
+    @property
+    def answered(self) -> int:
+        """Return the number of rounds with a reply."""
+        return sum(each.sent is not None for each in self.rounds)
+
+    def lost(self, begun: int) -> int:
+        """Return the number of rounds without a reply, given the steps that have begun."""
+        return begun // int(self.settings["steps"]) - self.answered
+
+    def enter(self, run: str, number: int, given: str) -> Round:
+        """Return the round of a request, which may have begun before.
+
+        Raises InputError for a round that was begun with other weights, or is older than another.
+        """
+        for known in self.rounds:
+            if (known.run, known.number) == (run, number):
+                if known.given != given:
+                    raise InputError(f"Round {number} was begun with other weights.")
+                return known
+        if any(known.run == run and known.number > number for known in self.rounds):
+            raise InputError(f"Round {number} is older than the last one.")
+        self.rounds.append(Round(run=run, number=number, given=given))
+        return self.rounds[-1]
+
+    def write(self, folder: Path) -> None:
+        """Write to a silo's folder, with sync. Raises OSError."""
+        text = files.with_checksum("silo", self.model_dump(mode="json"))
+        files.write_atomically(folder / ROUNDS, text.encode(), files.PRIVATE_MODE)
+
+
+def read_rounds(folder: Path) -> Rounds:
+    """Return the rounds in a silo's folder. Raises InputError if they are missing or damaged."""
+    try:
+        values = files.checked((folder / ROUNDS).read_bytes(), "silo")
+        return Rounds.model_validate_json(json.dumps(values))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as failure:
+        raise InputError(
+            f"{folder / ROUNDS} is missing or damaged, so the rounds of this silo are unknown. Put "
+            "the latest copy of the folder back."
+        ) from failure

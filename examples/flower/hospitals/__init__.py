@@ -1,0 +1,1 @@
+"""Private training across silos, with Flower."""

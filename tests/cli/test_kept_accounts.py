@@ -1,0 +1,61 @@
+"""``dpmac account`` reads accounts on disk and the folders of silos."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dpmac_cli import Account, TrainingEvent, format_epsilon
+from dpmac_cli.cli.app import app
+from tests.silo.hospital import ROUNDS, STEPS, ask, cost
+
+EVENT = TrainingEvent(0.1, 2.0, 10)
+
+
+def printed(*words: object) -> str:
+    done = CliRunner().invoke(app, ["account", *map(str, words)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.promise("said")
+def test_an_account_says_what_is_spent_and_left(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    account = Account.create(file, delta=1e-5, epsilon=4)
+    assert "epsilon 0 of 4 at delta 1e-05" in printed(file)
+    assert "Nothing was released of these records" in printed(file)
+    account.begin(EVENT)
+    text = " ".join(printed(file).split())
+    assert f"epsilon {format_epsilon(account.epsilon)} of 4 at delta 1e-05" in text
+    assert f"left {4 - account.epsilon:.4g} steps 10" in text
+    assert account.statement in text
+    found: dict[str, Any] = json.loads(printed(file, "--json"))
+    assert (found["epsilon"], found["target"], found["steps"]) == (account.epsilon, 4, 10)
+
+
+@pytest.mark.promise("said")
+def test_the_folder_of_a_silo_says_which_rounds_were_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "silo"
+    ask(folder, 1)
+    account = Account.open(folder / "account.json")
+    account.begin(TrainingEvent(**{**vars(account.own[0]), "steps": STEPS}))
+    for given in (folder, folder / "account.json"):
+        found = json.loads(printed(given, "--json"))
+        assert (found["rounds"], found["lost_rounds"]) == (1, 1)
+        assert found["epsilon"] == cost(2 * STEPS)
+    assert ROUNDS > 2
+
+
+def test_an_account_takes_no_flags_of_runs(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    Account.create(file, delta=1e-5)
+    done = CliRunner().invoke(app, ["account", str(file), "--delta", "1e-6", "--risk"])
+    assert done.exit_code == 2
+    assert "--delta is for runs" in done.output
+    assert "--risk is for runs" in done.output
+    file.write_text(file.read_text().replace("1e-05", "1e-06"))
+    done = CliRunner().invoke(app, ["account", str(file)])
+    assert done.exit_code == 2
+    assert "is damaged, or not an account" in " ".join(done.output.split())
