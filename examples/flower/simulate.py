@@ -13,4 +13,5 @@ from flwr.simulation import run_simulation  # noqa: E402
 from hospitals.client_app import app as client  # noqa: E402
 from hospitals.server_app import app as server  # noqa: E402
 
-run_simulation(server, client, num_supernodes=2)
+ray = {"address": "local", "num_cpus": 2, "include_dashboard": False}
+run_simulation(server, client, num_supernodes=2, backend_config={"init_args": ray})

@@ -321,6 +321,7 @@ def test_a_silo_that_was_killed_while_it_was_created_begins(folder: Path) -> Non
         assert ask(folder, 1).claim.begun == STEPS
 
 
+@pytest.mark.long
 def test_an_epoch_ends_with_a_round(folder: Path) -> None:
     sampling = RandomAllocation(n=RECORDS, batch_size=BATCH // 2)
     with pytest.raises(InputError, match="use steps=2 or a multiple"):
