@@ -28,33 +28,36 @@ def client_app(make_silo: Callable[[Context], Silo]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        config, arrays = message.content["config"], message.content["arrays"]
-        said = REFUSED
-        try:
-            with make_silo(context) as silo:
-                seen = dict(zip(config.get("silos", ()), config.get("seen", ()), strict=True))
-                reply = silo.round(
-                    str(context.run_id),
-                    config["server-round"],
-                    arrays.to_torch_state_dict(),
-                    seen=seen.get(silo.name, 0),
-                )
-        except SiloError as failure:
-            said = str(failure)
-        except Exception:  # noqa: BLE001  (its text may be about records)
-            traceback.print_exc()
-        else:
-            content = RecordDict(
-                {
-                    "arrays": ArrayRecord(dict(reply.weights)),
-                    "metrics": MetricRecord({"num-examples": 1}),
-                    "claim": ConfigRecord(asdict(reply.claim)),
-                }
-            )
-            return Message(content, reply_to=message)
-        raise SiloError(said)  # not within the handler, so that nothing else is attached
+        return answer(make_silo, message, context)
 
     return app
+
+
+def answer(make_silo: Callable[[Context], Silo], message: Message, context: Context) -> Message:
+    """Return the reply of a node to a message. Raises SiloError, and nothing else."""
+    said = REFUSED
+    try:
+        config, arrays = message.content["config"], message.content["arrays"]
+        seen = dict(zip(config.get("silos", ()), config.get("seen", ()), strict=True))
+        with make_silo(context) as silo:
+            reply = silo.round(
+                str(context.run_id),
+                config["server-round"],
+                arrays.to_torch_state_dict(),
+                seen=seen.get(silo.name, 0),
+            )
+    except SiloError as failure:
+        said = str(failure)
+    except Exception:  # noqa: BLE001  (its text may be about records)
+        traceback.print_exc()
+    else:
+        content = {
+            "arrays": ArrayRecord(dict(reply.weights)),
+            "metrics": MetricRecord({"num-examples": 1}),
+            "claim": ConfigRecord(asdict(reply.claim)),
+        }
+        return Message(RecordDict(content), reply_to=message)
+    raise SiloError(said)  # not within the handler, so that nothing else is attached
 
 
 class SiloAvg(FedAvg):

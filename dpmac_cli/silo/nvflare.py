@@ -27,6 +27,5 @@ def serve(silo: Silo) -> None:
             weights = {name: torch.as_tensor(value) for name, value in model.params.items()}
             reply = silo.round(flare.get_job_id(), model.current_round, weights, seen=seen)
             seen = reply.claim.begun
-            params = {name: tensor.numpy() for name, tensor in reply.weights.items()}
             meta = {"NUM_STEPS_CURRENT_ROUND": 1, "claim": asdict(reply.claim)}
-            flare.send(FLModel(params_type=ParamsType.FULL, params=params, meta=meta))
+            flare.send(FLModel(params_type=ParamsType.FULL, params=dict(reply.weights), meta=meta))

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dpmac_cli import Account, total_epsilon
-from dpmac_cli.silo.silo import REFUSED, SiloError
+from dpmac_cli.silo.silo import LOCKED, REFUSED, SiloError
+from tests.silo.hospital import silo
 
 flwr = pytest.importorskip("flwr", reason="needs dpmac[flower]")
 
@@ -17,21 +19,24 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
+def fails(_: Any) -> Any:
+    raise ValueError("patient 7 is 203 years old")
+
+
 @pytest.mark.promise("silo")
-def test_no_failure_of_a_client_leaves_the_node() -> None:
-    from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict  # noqa: PLC0415
+def test_no_failure_of_a_client_leaves_the_node(tmp_path: Path) -> None:
+    from dpmac_cli.silo.flower import answer  # noqa: PLC0415
 
-    from dpmac_cli.silo.flower import client_app  # noqa: PLC0415
-
-    def make_silo(_: Any) -> Any:
-        raise ValueError("patient 7 is 203 years old")
-
-    content = RecordDict({"arrays": ArrayRecord({}), "config": ConfigRecord({"server-round": 1})})
-    message = Message(content, dst_node_id=1, message_type="train")
-    with pytest.raises(SiloError) as failure:
-        client_app(make_silo)(message, Any)
-    assert str(failure.value) == REFUSED
-    assert failure.value.__context__ is failure.value.__cause__ is None
+    weights = SimpleNamespace(to_torch_state_dict=dict)
+    content = {"arrays": weights, "config": {"server-round": 1}}
+    message, context = SimpleNamespace(content=content), SimpleNamespace(run_id=7)
+    for make_silo in (fails, lambda _: silo(tmp_path / "silo")):
+        with pytest.raises(SiloError) as failure:
+            answer(make_silo, message, context)
+        assert str(failure.value) == REFUSED
+        assert failure.value.__context__ is failure.value.__cause__ is None
+    with silo(tmp_path / "silo"), pytest.raises(SiloError, match=LOCKED):
+        answer(lambda _: silo(tmp_path / "silo"), message, context)
 
 
 @pytest.mark.long
