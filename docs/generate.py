@@ -62,6 +62,7 @@ API_GROUPS = {
     "training": "Private steps on your own batches, and records of torch datasets",
     "config": "Settings",
     "accounting": "Privacy costs",
+    "silo": "Federations",
     "studies": "Studies",
     "optim": "Your own optimizer",
     "tasks": "Your own task",

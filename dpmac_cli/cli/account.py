@@ -234,16 +234,19 @@ class AccountFlags(Question, frozen=True):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 
 
+RunOrAccount = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Run folder or report to recompute epsilon for; or an account on disk, or the folder "
+        "of a silo, to read.",
+    ),
+]
+
+
 @command(AccountFlags.model_fields)
 def account(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folder or report to recompute epsilon for, or an account on disk, or the "
-            "folder of a silo, to read.",
-        ),
-    ] = None,
+    run: RunOrAccount = None,
     **given: Any,
 ) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
