@@ -184,8 +184,13 @@ def other_weights(folder: Path) -> None:
     ask(folder, 2, {name: tensor + 1 for name, tensor in start().items()})
 
 
-def older_round(folder: Path) -> None:
+def answered_round(folder: Path) -> None:
     ask(folder, 1)
+
+
+def older_round(folder: Path) -> None:
+    """One that was never begun."""
+    ask(folder, 0)
 
 
 def restored(folder: Path) -> None:
@@ -214,7 +219,8 @@ def reshaped(folder: Path) -> None:
 
 @pytest.mark.promise("silo")
 @pytest.mark.parametrize(
-    "request_", [other_weights, older_round, restored, deleted, infinite, missing, reshaped]
+    "request_",
+    [other_weights, answered_round, older_round, restored, deleted, infinite, missing, reshaped],
 )
 def test_a_request_that_is_refused_costs_nothing(
     folder: Path, request_: Callable[[Path], None]
@@ -314,6 +320,7 @@ def test_a_folder_that_may_count_less_is_refused(
     assert ask(folder, 1).claim.begun == STEPS, "the lock was released"
 
 
+@pytest.mark.promise("silo")
 def test_a_silo_that_was_killed_while_it_was_created_begins(folder: Path) -> None:
     for place in range(1, 5):
         shutil.rmtree(folder, ignore_errors=True)
