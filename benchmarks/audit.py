@@ -2,8 +2,10 @@
 
 Trains audit runs, some of them with a bug put in from outside, and appends a line of JSON each:
 what was claimed, what the attack proves, and how many guesses were right. Settings already in the
-file are left out.
+file are left out. ``crafted`` adds crafted records, like ``dpmac train --canaries``; the others add
+gradient canaries, an attack on clipping and noise alone.
 
+    python benchmarks/audit.py crafted docs/data/audit.jsonl
     python benchmarks/audit.py mnist docs/data/audit.jsonl
 """
 
@@ -11,50 +13,57 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from common import append_line, parser_of, read_lines
+from gradient_canaries import attacked
+from sklearn.datasets import load_digits
 
+from dpmac_cli import ArrayData
+from dpmac_cli.data import arrays
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs.resolve import resolve
 
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common.
 MNIST = {"dataset": "mnist", "sigma": 1.0}
 #: The rate and the steps of the runs with 5,000 canaries, so that the claim is the same.
-MANY = {"canaries": 100_000, "guesses": 2000, "batch_size": 450, "steps": 1175}
+MANY = {"gradients": 100_000, "guesses": 2000, "batch_size": 450, "steps": 1175}
 Setting = dict[str, Any]
 
 
-class Halved(SeededNormals):
-    """Half of the noise that it is handed on as."""
+class Weak(SeededNormals):
+    """A share of the noise that it is handed on as."""
 
-    def __init__(self, noise: Any) -> None:
-        self._noise = noise
+    def __init__(self, noise: Any, share: float) -> None:
+        self._noise, self._share = noise, share
 
     def standard_normal(self, like: torch.Tensor, at_once: int | None = None) -> torch.Tensor:
-        """Half of a standard normal draw."""
+        """Return a share of a standard normal draw."""
         drawn: torch.Tensor = self._noise.standard_normal(like)
-        return drawn.mul_(0.5)
+        return drawn.mul_(self._share)
 
 
 @contextlib.contextmanager
-def half_the_noise() -> Iterator[None]:
-    """Every draw of noise counts half."""
+def weak_noise(share: float) -> Iterator[None]:
+    """Every draw of noise counts a share."""
     release = GaussianMechanism.release
 
     def released(mechanism: GaussianMechanism, clipped: Any, region: Any, noise: Any) -> Any:
-        return release(mechanism, clipped, region, Halved(noise))
+        return release(mechanism, clipped, region, Weak(noise, share))
 
     with patch.object(GaussianMechanism, "release", released):
         yield
@@ -72,21 +81,74 @@ def no_clipping() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def clipping_at(factor: float) -> Iterator[None]:
+    """Gradients are clipped to a ball that is larger by a factor."""
+
+    def larger(squared: SquaredNorms, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        c, valid = clip_weights(squared, *args)
+        return (factor * c).clamp(max=1), valid
+
+    with patch("dpmac_cli.dp.clipping.clipped_sum.clip_weights", larger):
+        yield
+
+
+@contextlib.contextmanager
+def used_ten_times() -> Iterator[None]:
+    """Each record that is drawn is in its batch ten times."""
+    draw = KeyedSampler.draw
+
+    def drawn(sampler: KeyedSampler, step: int) -> Any:
+        return np.repeat(draw(sampler, step), 10)
+
+    with patch.object(KeyedSampler, "draw", drawn):
+        yield
+
+
+@contextlib.contextmanager
+def repeating_reader() -> Iterator[None]:
+    """Each training record is read ten times."""
+    sides = arrays._sides
+
+    def repeated(*args: Any) -> Any:
+        (train, *tests), (keys, *others) = sides(*args)
+        ten = np.repeat(np.arange(len(train.y)), 10)
+        return [train.at(ten), *tests], [[keys[row] for row in ten], *others]
+
+    with patch.object(arrays, "_sides", repeated):
+        yield
+
+
 BUGS: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "none": contextlib.nullcontext,
-    "half the noise": half_the_noise,
+    "half the noise": partial(weak_noise, 0.5),
+    "a tenth of the noise": partial(weak_noise, 0.1),
     "no clipping": no_clipping,
+    "clipping at 10 C": partial(clipping_at, 10.0),
+    "each record used ten times": used_ten_times,
+    "a reader that repeats records": repeating_reader,
 }
+#: Bugs that are put into runs with gradient canaries, and with crafted records.
+OF_ENGINE = ("none", "half the noise", "no clipping")
+OF_RECORDS = ("none", *[bug for bug in BUGS if bug not in OF_ENGINE])
 
 
 def grid() -> Iterable[Setting]:
     """Honest runs of every optimizer, and two of them with each bug."""
-    for bug in BUGS:
+    for bug in OF_ENGINE:
         for optimizer in OPTIMIZERS if bug == "none" else ATTACKED:
-            yield {**MNIST, "optimizer": optimizer, "canaries": 5000, "seed": 0, "bug": bug}
+            yield {**MNIST, "optimizer": optimizer, "gradients": 5000, "seed": 0, "bug": bug}
+
+
+def crafted() -> Iterable[Setting]:
+    """Twenty honest runs on digits as rows of numbers, and six with each bug."""
+    for bug in OF_RECORDS:
+        for seed in range(20 if bug == "none" else 6):
+            yield {"dataset": "digits", "epsilon": 3, "canaries": 200, "seed": seed, "bug": bug}
 
 
 GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {
+    "crafted": crafted,
     "mnist": grid,
     "mnist-honest": lambda: [
         {**MNIST, **MANY, "optimizer": optimizer, "seed": seed, "bug": "none"}
@@ -98,14 +160,21 @@ GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Train one setting, bug and all: what it claims, and what the attack proves."""
-    flags = {name: value for name, value in setting.items() if name != "bug"}
+    aside = ("bug", "gradients", "guesses")
+    flags = {name: value for name, value in setting.items() if name not in aside}
+    if setting["dataset"] == "digits":
+        x, y = load_digits(return_X_y=True)
+        flags["dataset"] = ArrayData(x, y, low=0, high=16, classes=[*"0123456789"])
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, BUGS[setting["bug"]]():
         out = Path(name) / "run"
-        config = resolve({**flags, "device": "cpu", "out": out}).plan
-        *_, last = run.train(config)
-        found = read_audit(out)
-    assert isinstance(last, Finished)
+        resolved = resolve({**flags, "device": "cpu", "out": out})
+        if gradients := setting.get("gradients"):
+            guesses = setting.get("guesses", gradients // 10)
+            last, found = attacked(resolved.plan, gradients, guesses)
+        else:
+            last = finish(run.train(resolved))
+            found = read_audit(out)
     return {
         **found.verdict(),
         "accuracy": last.report["scores"]["accuracy"]["value"],

@@ -229,6 +229,6 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
             features = first.expand(len(part), *first.shape[1:])
             return Split(features, part.labels, units=part.units)
 
-        return data.replaced_by(split(data.train), split(data.test))
+        return data.replaced_by(map(split, data.splits))
 
     monkeypatch.setattr(prepare, "featured", featured)

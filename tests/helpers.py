@@ -42,7 +42,6 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces, Sampler
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 
@@ -248,7 +247,6 @@ def make_trainer(
     model: nn.Module | None = None,
     sampler: Sampler | None = None,
     noise: Noise | None = None,
-    hooks: Sequence[Canaries] = (),
     ranks: Ranks | None = None,
     **hyper: Any,
 ) -> Trainer:
@@ -281,7 +279,6 @@ def make_trainer(
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
             account=Account(event=event, seeded=True, secure=False),
-            hooks=hooks,
             ranks=ranks,
         )
 
@@ -367,8 +364,8 @@ def inspect(of: Declaration) -> DataFacts:
 
 def records_of(of: Declaration) -> tuple[Records, Records]:
     """Training and test records of a dataset of your own, with their units."""
-    data = read_own(of)
-    return data.train, data.test
+    train, test = read_own(of).splits
+    return train, test
 
 
 def load_data(name: str, folder: Path, device: torch.device) -> Data:

@@ -76,7 +76,13 @@ PROMISES = {
     "code": "no file makes dpmac run code",
     "mistakes": "what honest people do wrong is refused or said, at every door",
     "fuzz": "no typed or damaged input breaks the above",
-    "audit": "the guarantee withstands an attack that detects half the noise and missing clipping",
+    "audit": (
+        "the guarantee withstands an attack that detects a tenth of the noise, missing clipping "
+        "and repeated records"
+    ),
+    "attack": "the figures of an attack are in one file, which only its owner can read",
+    "budget": "a budget counts every fit before it begins, and no copy of it pays again",
+    "estimators": "bounds are declared, and no other step of a pipeline learns from records",
     "bugs": "a bug injected for each of these is found by its tests",
 }
 

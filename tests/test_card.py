@@ -59,7 +59,7 @@ def cells(text: str) -> dict[str, str]:
 
 @pytest.mark.long
 def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
-    test = load_data("digits", finished.folder, torch.device("cpu")).test
+    test = load_data("digits", finished.folder, torch.device("cpu")).tested
     torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")
     script = code(card(finished.folder)) + (
         "\nimport sys\n"

@@ -385,7 +385,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "delta": ("0", "1", "1.5", "-1e-5"),
     "clip_norm": ("0", "-1", "1e300"),
     "canaries": ("0", "1", "1000001"),
-    "test_fraction": ("0", "1", "-0.5"),
+    "test_fraction": ("1", "-0.5"),
     "records_per_unit": ("0", "1025"),
     "augmentations": ("0", "-1", "1025"),
 }

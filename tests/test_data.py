@@ -33,7 +33,7 @@ def digits() -> Data:
 
 def check_against_catalog(name: str, data: Data) -> None:
     facts = DATASETS[name]
-    for split, size in ((data.train, facts.train_size), (data.test, facts.test_size)):
+    for split, size in ((data.train, facts.train_size), (data.tested, facts.test_size)):
         assert split.images.shape == (size, *facts.records.shape)
         assert split.images.dtype == torch.uint8
         assert split.images.max() == getattr(facts.records, "white", None)
@@ -54,7 +54,7 @@ def records(split: Split) -> Records:
 def test_a_single_changed_value_is_noticed(
     monkeypatch: pytest.MonkeyPatch, digits: Data, part: str
 ) -> None:
-    images, labels = digits.test.images.clone(), digits.test.labels.clone()
+    images, labels = digits.tested.images.clone(), digits.tested.labels.clone()
     changed = images.view(-1) if part == "images" else labels
     changed[-1] = 1 - changed[-1].clamp(max=1)
     parts = [records(digits.train), records(Split(images, labels))]
@@ -65,7 +65,7 @@ def test_a_single_changed_value_is_noticed(
     assert message.startswith(
         "The dataset digits in nowhere is not the published one: its contents differ (SHA-256 "
     )
-    assert f"instead of {fingerprint(digits.train, digits.test)[:16]}...)" in message
+    assert f"instead of {fingerprint(*digits.splits)[:16]}...)" in message
     assert "shape" not in message
 
 
@@ -89,7 +89,7 @@ def test_mnist_is_as_the_catalog_says(real_data_dir: Path) -> None:
     data = load_data("mnist", real_data_dir, CPU)
     check_against_catalog("mnist", data)
     assert data.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    assert data.test.labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    assert data.tested.labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
     standardised = data.standardised(data.train.images[:10_000])
     assert abs(standardised.mean()) < 0.01
     assert abs(standardised.std() - 1) < 0.01

@@ -76,7 +76,7 @@ class WhenTraining(nn.Module):
 def test_models_are_scored_in_evaluation_mode_and_put_back(training: bool) -> None:
     data, plain = tiny_data(), tiny_model()
     model = tiny_model(torch.float64, WhenTraining()).train(training)
-    assert facts(evaluate(model, data, data.test)) == facts(evaluate(plain, data, data.test))
+    assert facts(evaluate(model, data, data.tested)) == facts(evaluate(plain, data, data.tested))
     assert [module.training for module in model.modules()] == [training] * 6
 
 

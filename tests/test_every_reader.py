@@ -296,7 +296,7 @@ def seen(source: Declaration) -> tuple[Any, list[Counter[tuple[bytes, bytes, str
     data, sides = read_own(source), []
     left_out = data.notes.left_out
     assert all(map(str.isprintable, (*left_out.records, *left_out.reasons)))
-    for side in (data.train, data.test):
+    for side in data.splits:
         x = side.x.read() if isinstance(side.x, Rows) else side.x
         units = [""] * len(x) if side.unit is None else side.unit
         records = zip(x, side.y, units, strict=True)

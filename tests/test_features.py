@@ -135,7 +135,7 @@ def computed(events: list[Any]) -> bool:
 def some_digits() -> Data:
     """Few digits, whose features take a moment."""
     data = load_data("digits", Path(), CPU)
-    train, test = (Split(p.images[:20], p.labels[:20]) for p in (data.train, data.test))
+    train, test = (Split(p.images[:20], p.labels[:20]) for p in (data.train, data.tested))
     return replace(data, train=train, test=test)
 
 
@@ -153,7 +153,7 @@ def features_of(
 def test_features_of_other_test_records_are_computed(tmp_path: Path) -> None:
     data = some_digits()
     assert [features_of(tmp_path)[0] for _ in range(2)] == [True, False]
-    test = Split(data.test.images.flip(0), data.test.labels)
+    test = Split(data.tested.images.flip(0), data.tested.labels)
     assert features_of(tmp_path, data=replace(data, test=test))[0]
 
 

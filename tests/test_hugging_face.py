@@ -236,7 +236,8 @@ def test_units_are_those_of_a_column() -> None:
     persons = [f"p{row // 3}" for row in range(COUNT)]
     data = records(Dataset({**pictures()._columns, "person": persons}, of), unit="person")
     assert data.facts.train_size + data.facts.test_size == COUNT // 3
-    assert not {*np.array(data.train.unit)} & {*np.array(data.test.unit)}
+    train, test = data.splits
+    assert not {*np.array(train.unit)} & {*np.array(test.unit)}
 
 
 SCHEMA = """
@@ -273,8 +274,8 @@ def test_a_table_in_memory_trains_and_predicts_with_its_schema(kind: str) -> Non
     assert run.report["data"]["train_size"] + run.report["data"]["test_size"] == COUNT
     filed = records("table.csv", schema="schema.yaml")
     held = records(frame, schema="schema.yaml")
-    assert np.array_equal(held.train.x, filed.train.x)
-    assert np.array_equal(held.test.x, filed.test.x)
+    for one, other in zip(held.splits, filed.splits, strict=True):
+        assert np.array_equal(one.x, other.x)
     assert np.array_equal(predict("run", frame).answers, predict("run", "table.csv").answers)
 
 

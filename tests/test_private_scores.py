@@ -107,12 +107,14 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:
-        x = torch.from_numpy(image).expand(copies, *trainer.data.test.images.shape[1:])
+        x = torch.from_numpy(image).expand(copies, *trainer.data.tested.images.shape[1:])
         trainer.sums.data = replace(
             trainer.data, test=Split(x, torch.zeros(copies, dtype=torch.long))
         )
         trainer.state.step += 1
-        return round(trainer.score().accuracy * copies)
+        score: Any = trainer.score()
+        counted: int = round(score.accuracy * copies)
+        return counted
 
     moves = [abs(right(image, 20) - right(image, 19)) for image in images]
     assert max(moves) <= 1
@@ -248,7 +250,8 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
         while trainer.state.step < end:
             trainer.step()
         trainer.steps = end
-        errors.append(trainer.score().accuracy - trainer.evaluate().accuracy)
+        score: Any = trainer.score()
+        errors.append(score.accuracy - trainer.evaluate().accuracy)
     assert len({round(error, 9) for error in errors}) == 3
     with pytest.raises(ValueError, match="step 36 is not after step 36"):
         trainer.score()
@@ -349,7 +352,7 @@ def test_a_test_record_is_scored_alone() -> None:
         trainer.sums.data = replace(trainer.data, test=split)
         return trainer.evaluate(covered=True).logits
 
-    x = torch.randint(0, 100, (9, *trainer.data.test.images.shape[1:]), dtype=torch.uint8)
+    x = torch.randint(0, 100, (9, *trainer.data.tested.images.shape[1:]), dtype=torch.uint8)
     x[1] = 7
     assert torch.equal(logits(x)[0], logits(torch.cat([x[:1], 2 * x[1:].flip(0)]))[0])
 
@@ -363,7 +366,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     data = prepare.load(plan, torch.device("cpu"))
     run_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but epsilon was computed for"):
-        run_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
+        run_trainer(plan, data=replace(data, test=replace(data.tested, units=None)))
 
 
 @pytest.mark.promise("scores")

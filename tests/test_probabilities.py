@@ -470,7 +470,7 @@ def test_training_records_are_counted_and_test_records_never() -> None:
     of = cells(outputs, data.train.labels.numpy())
     exact = np.bincount(of[of >= 0], minlength=10)
     assert counted(trainer) == pytest.approx(exact, abs=0.1)
-    trainer.sums.data = replace(data, test=lose(data.test))
+    trainer.sums.data = replace(data, test=lose(data.tested))
     assert counted(trainer) == pytest.approx(exact, abs=0.1)
     trainer.sums.data = replace(data, train=lose(data.train))
     assert abs(counted(trainer) - exact).max() > 1

@@ -102,15 +102,15 @@ def test_the_average_is_of_the_weights_and_moves_nothing(name: str) -> None:
 def test_what_is_scored_and_published_is_the_average() -> None:
     trainer = trained_by(planned(ema=0.9))
     walk(trainer, 12)
-    scored = trainer.score()
+    scored = trainer.evaluate()
     theta, average = trainer.state.theta.clone(), trainer.state.average
     assert average is not None
     with trainer.published() as model:
         weights = nn.utils.parameters_to_vector(model.parameters())
         assert torch.equal(weights, average)
-        assert evaluate(model, trainer.data, trainer.data.test).loss == scored.loss
+        assert evaluate(model, trainer.data, trainer.data.tested).loss == scored.loss
     assert torch.equal(trainer.state.theta, theta)
-    assert evaluate(trainer.model, trainer.data, trainer.data.test).loss != scored.loss
+    assert evaluate(trainer.model, trainer.data, trainer.data.tested).loss != scored.loss
 
 
 # Views.

@@ -241,7 +241,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
     flags |= {"batch_size": "2" if config.settings.augment else "64"}  # or a step takes minutes
     data = load_data(config.facts.typed, real_data_dir, torch.device("cpu"))
-    some = Split(data.test.images[:100], data.test.labels[:100])
+    some = Split(data.tested.images[:100], data.tested.labels[:100])
     *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
     assert isinstance(last, Finished)
     assert last.report["events"][0]["steps"] == 2

@@ -136,7 +136,7 @@ def test_images_are_prepared_as_the_header_says(
 ) -> None:
     edited(lambda t, f: f["data"]["records"].update(white=1, mean=[20.0], std=[0.02]))(run, file)
     given = header(file)["data"]["records"]
-    test = load_data("digits", run, CPU).test
+    test = load_data("digits", run, CPU).tested
     pixels = test.images.double() / given["white"]
     x = ((pixels - given["mean"][0]) / given["std"][0]).float()
     with torch.no_grad():

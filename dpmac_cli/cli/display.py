@@ -198,7 +198,8 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
-    if not (isinstance(result, PrivateScore) and math.isnan(result.share)):  # none released
+    unreleased = isinstance(result, PrivateScore) and math.isnan(result.share)
+    if result is not None and not unreleased:
         shown = METRICS[metric]
         line.append(f"  test {shown.title} ").append(shown.text(result.metric(metric)), "bold")
     return line
@@ -207,7 +208,8 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it."""
     scores, chosen = report["scores"], METRICS[metric]
-    if scores is None:  # it has no test records
+    if scores is None:
+        yield Text("no test records: nothing was scored")
         return
     covered, value = report["settings"]["cover_scores"], scores[chosen.key]["value"]
     if covered and value is None:
@@ -264,7 +266,8 @@ def summary(event: Finished, metric: str) -> Iterator[Text]:
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
         # Exact scores of records that covered scores protect would undo that.
-        unaudited = "card" if settings["cover_scores"] else "eval"
+        unscored = settings["cover_scores"] or report["scores"] is None
+        unaudited = "card" if unscored else "eval"
         score = folder.command("eval --audit" if "canaries" in settings else unaudited, where)
         yield Text(f"next: {score}, dpmac report {where}", style="dim")
 

@@ -69,19 +69,8 @@ def faults(plan: Plan) -> Iterator[str]:
             "out {sampler} or {canaries}."
         )
     yield from _frozen_faults(plan)
+    yield from _score_faults(settings, facts)
     task = facts.task
-    known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
-    if settings.metric not in chosen:
-        yield (
-            f"{{metric=}}{settings.metric}: records of {facts.typed} have {task.of_record} "
-            f"each. Use {', '.join(chosen)}."
-        )
-    elif settings.cover_scores and settings.metric not in known:
-        use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
-        yield (
-            f"{{metric=}}{settings.metric} cannot be released with noise, as dpmac tune and "
-            f"{{cover_scores}} release scores. Use {use} without {{cover_scores}}."
-        )
     if settings.classes is not None and not task.labelled:
         yield "{task} and {classes} contradict each other: a language model has none. Give one."
     if task.network is not None and settings.model != task.network:
@@ -117,6 +106,28 @@ def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> I
             "that are not trained on, so it would be too low for these. Leave them out on one "
             "side, or name the person of each record with {unit}, or in an .npz by arrays unit and "
             "unit_test: a unit is on one side."
+        )
+
+
+def _score_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    """Yield faults in the metric, and in scores with noise."""
+    task = facts.task
+    known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
+    if settings.metric not in chosen:
+        yield (
+            f"{{metric=}}{settings.metric}: records of {facts.typed} have {task.of_record} "
+            f"each. Use {', '.join(chosen)}."
+        )
+    elif settings.cover_scores and settings.metric not in known:
+        use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
+        yield (
+            f"{{metric=}}{settings.metric} cannot be released with noise, as dpmac tune and "
+            f"{{cover_scores}} release scores. Use {use} without {{cover_scores}}."
+        )
+    if settings.cover_scores and not facts.test_size:
+        yield (
+            "{cover_scores} releases a score of test records, but with {test_fraction=}0 there are "
+            "none. Leave out one of them."
         )
 
 

@@ -73,6 +73,11 @@ class Plan:
     ranges: tuple[TrainingEvent, ...] = ()
 
     @property
+    def places(self) -> int:
+        """Return n, the number of records or units that may be drawn, with those of an audit."""
+        return self.facts.train_size + (self.settings.canaries or 0)
+
+    @property
     def planned(self) -> tuple[TrainingEvent, ...]:
         """Return all events on training records."""
         return (self.event, *self.counts)
@@ -261,11 +266,12 @@ def optimizer_of(settings: Settings) -> Optimizer:
 def event_of(settings: Settings, records: int) -> TrainingEvent:
     """Return the accounting event of a run of completed settings, with the noise that they have.
 
-    With K canaries a run has n + K/2 records on average.
+    Each crafted record of an audit has a place among the n, whether it is in or not.
     """
-    per_epoch = max(1, math.ceil(records / settings.batch_size))
+    places = records + (settings.canaries or 0)
+    per_epoch = max(1, math.ceil(places / settings.batch_size))
     steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
-    rate = settings.batch_size / (records + (settings.canaries or 0) / 2)
+    rate = settings.batch_size / places
     rate = min(1.0, rate)  # a batch that is too large is refused with all other faults
     return TrainingEvent(
         rate,

@@ -242,8 +242,9 @@ class Settings(Priced, frozen=True):
     """Epochs of ceil(n/B) steps. [default: the dataset's]"""
     steps: Steps | None = None
     """Steps, instead of --epochs."""
-    test_fraction: Probability = 0.2
-    """Fraction of your data to hold out for testing if there is no test set."""
+    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Fraction of your data to hold out for testing if there is no test set. With 0 all records are
+    trained on, and nothing is scored."""
     split_seed: Annotated[
         int,
         Field(ge=0, le=4294967295),
@@ -365,8 +366,8 @@ class Settings(Priced, frozen=True):
         int | None,
         Field(ge=2, le=1000000),
     ] = None
-    """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
-    for the audit."""
+    """Audit this run with N crafted records, such as 200: random inputs and random labels, each
+    among the training records by a secret coin. The model is then only for the audit."""
     physical_batch: Count | None = None
     """Physical batch size: samples to process at a time. [default: depends on network, dataset and
     device]"""

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dpmac_cli.config.facts import (
 from dpmac_cli.config.records import Images, Numbers, Records
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.copies import are_expected, copies_among, sides_of
+from dpmac_cli.data.crafted import Candidates, crafted_records
 from dpmac_cli.data.dataset import Dataset, Declaration, Split
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.reader import ArrayDict, Reading, code_of_program
@@ -62,8 +64,9 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     task = task_in(arrays, declared, number, reading.classes)
     # Classes that are not declared were read from the records.
     named = CLASSES in arrays or not isinstance(task, Classification)
-    sides, contents = _sides(arrays, None if named else task.names, declared)
-    facts = _facts_of(declared, reading, arrays, task, sides)
+    crafted = _crafted(declared, reading, arrays, task)
+    sides, contents = _sides(arrays, None if named else task.names, declared, crafted)
+    facts = _facts_of(declared, reading, arrays, task, sides, crafted)
     if not named:
         facts = replace(facts, inferred=(*facts.inferred, "classes"))
     x = arrays["x"]
@@ -73,7 +76,8 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     if is_numbers:
         remarks += tuple(remarks_on_ranges(_by_column(x), arrays, declared, number))
     with code_of_program(f"The task '{task.kind}'", declared):
-        targets, untested = [task.encoded(y) for _, y, _ in sides], task.untested(sides[1].y)
+        targets = [task.encoded(y) for _, y, _ in sides]
+        untested = task.untested(sides[1].y) if len(sides) > 1 else ()
     notes = PrivateNotes(
         LeftOut(*(tuple(map(escaped, said)) for said in (left_out.records, left_out.reasons))),
         untested=untested,
@@ -82,11 +86,26 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         remarks=remarks,
         expected=copies > 0 and is_numbers and _are_expected(arrays, declared),
     )
-    train, test = (
+    train, *tests = (
         Split(inputs_of(side.x, facts.records), y, side.unit)
         for side, y in zip(sides, targets, strict=True)
     )
-    return Dataset(train, test, facts, notes)
+    made = None
+    if crafted is not None:
+        made = crafted.encoded(inputs_of(crafted.x, facts.records), task.encoded(crafted.y))
+    return Dataset(train, tests[0] if tests else None, facts, notes, made)
+
+
+def _crafted(
+    declared: Declaration, reading: Reading, arrays: ArrayDict, task: Task
+) -> Candidates | None:
+    """Return the records that an audit makes up; None without one."""
+    settings = declared.settings
+    if settings.canaries is None:
+        return None
+    records = _records_of(declared, reading, arrays)
+    like = Split(arrays["x"], arrays["y"])
+    return crafted_records(records, task, settings.canaries, like, settings.seed)
 
 
 def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
@@ -100,12 +119,21 @@ def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
 
 
 def _facts_of(
-    declared: Declaration, reading: Reading, arrays: ArrayDict, task: Task, sides: Sequence[Split]
+    declared: Declaration,
+    reading: Reading,
+    arrays: ArrayDict,
+    task: Task,
+    sides: Sequence[Split],
+    crafted: Candidates | None,
 ) -> DataFacts:
-    """Return the facts of a dataset, but for classes that were inferred. Raises InputError."""
+    """Return the facts of a dataset, but for classes that were inferred. Raises InputError.
+
+    Crafted records are not counted: whoever reads the facts must not learn how many are in.
+    """
     settings = declared.settings
-    train, test = (len(y if unit is None else np.unique(unit)) for _, y, unit in sides)
-    known = dataset_of((train, test), _records_of(declared, reading, arrays), task)
+    train, *tests = (len(y if unit is None else np.unique(unit)) for _, y, unit in sides)
+    train -= 0 if crafted is None else int(crafted.coins.sum())
+    known = dataset_of((train, sum(tests)), _records_of(declared, reading, arrays), task)
     sizes = {"channels": settings.channels, "image size": settings.image_size}
     return DataFacts(
         **vars(known),
@@ -113,7 +141,7 @@ def _facts_of(
         typed=str(declared.path),
         own=True,
         schema=declared.schema,
-        held_out="x_test" not in arrays,
+        held_out=bool(tests) and "x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
         inferred=(
             *(n for n, size in sizes.items() if reading.converted and size is None),
@@ -162,26 +190,39 @@ def _are_expected(arrays: ArrayDict, declared: Declaration) -> bool:
 
 
 def _sides(
-    arrays: ArrayDict, classes: Sequence[str] | None, declared: Declaration
+    arrays: ArrayDict,
+    classes: Sequence[str] | None,
+    declared: Declaration,
+    crafted: Candidates | None = None,
 ) -> tuple[list[Split], list[list[bytes]]]:
     """Return training and test records, and their contents; some are held out if none are to test.
 
+    Without a part to hold out, there are training records alone.
+
     Args:
         classes: class names; None if they are declared and need no record to train on.
+        crafted: records of an audit, which are trained on or left out.
     """
     sides = [
         Split(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
         for side in SIDES
         if f"x{side}" in arrays
     ]
+    known = len(sides[0].y)
+    if crafted is not None:
+        sides[0] = crafted.added_to(sides[0])
     (_, y, units), contents = sides[0], [_contents(part.x, part.y) for part in sides]
-    if len(sides) == 1:
+    if len(sides) == 1 and declared.settings.test_fraction:
         named_by = arrays.get("key") if units is None else units
         keys = sides_of(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
-        tests = split(y, keys, classes, declared)
+        tests = split(y[:known], islice(keys, known), classes, declared)
+        tests = np.pad(tests, (0, len(y) - known))
         sides = [sides[0].at(~tests), sides[0].at(tests)]
         contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
-    elif units is not None and (both := set(units.tolist()) & set(arrays["unit_test"].tolist())):
+    both = set[str]()
+    if units is not None and "x_test" in arrays:
+        both = set(units.tolist()) & set(arrays["unit_test"].tolist())
+    if both:
         raise InputError(
             f"{declared.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
             f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "

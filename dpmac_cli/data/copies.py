@@ -34,11 +34,11 @@ def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, .
     """Return how many records equal others, and the numbers of test records that were trained on.
 
     Args:
-        sides: contents of training and test records.
+        sides: contents of training and, if there are any, of test records.
     """
-    train, test = map(set, sides)
-    both = tuple(row for row, record in enumerate(sides[1]) if record in train)
-    return sum(map(len, sides)) - len(train | test), both
+    train, *tests = map(set, sides)
+    both = tuple(row for side in sides[1:] for row, of in enumerate(side) if of in train)
+    return sum(map(len, sides)) - len(train.union(*tests)), both
 
 
 def are_expected(x: NDArray[np.float64], y: NDArray[np.float64], widths: Sequence[int]) -> bool:

@@ -34,13 +34,33 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Crafted:
+    """Records that an audit made up, all of them, and whether each is among the training records.
+
+    ``coins`` are secret while training; bool, shape (records,).
+    """
+
+    records: Split
+    coins: NDArray[Any]
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """Records of a dataset, their public facts, and private notes on them."""
+    """Records of a dataset, their public facts, and private notes on them.
+
+    ``test`` is None if no records are tested on, and ``crafted`` without an audit.
+    """
 
     train: Split
-    test: Split
+    test: Split | None
     facts: DataFacts
     notes: PrivateNotes = field(default=PrivateNotes(), repr=False)
+    crafted: Crafted | None = field(default=None, repr=False)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Return the training records, and the test records if there are any."""
+        return (self.train,) if self.test is None else (self.train, self.test)
 
 
 @dataclass(frozen=True)

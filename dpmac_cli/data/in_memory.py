@@ -30,7 +30,7 @@ class ArrayData(InMemoryData):
         y: labels, integers from 0, or names in ``classes``, shape (records,). Numbers to predict,
             shape (records,), need ``target_low`` and ``target_high``. A language model has none.
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
-            out, as set by ``test_fraction``.
+            out, as set by ``test_fraction``; with 0 there are none.
         classes: class names in label order, declared as public; by default those found in ``y``.
         low, high: public range to clip numbers to, for all of them or per column or channel.
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as

@@ -15,6 +15,7 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.tokens import TOKENS, TextReader
 from dpmac_cli.data import array_file, hugging_face, image_folder, in_memory, table, text_folder
 from dpmac_cli.data.arrays import dataset_of_arrays
+from dpmac_cli.data.crafted import crafted_records
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.published import read_published
 from dpmac_cli.data.reader import Reading, reading_of
@@ -42,7 +43,10 @@ def read(
     if isinstance(name, str) and name in DATASETS:
         facts = published_facts(name, settings.unit)
         train, test = read_published(name, data_folder(settings.data_dir))
-        return Dataset(train, test, facts)
+        if settings.canaries is None:
+            return Dataset(train, test, facts)
+        made = crafted_records(facts.records, facts.task, settings.canaries, train, settings.seed)
+        return Dataset(made.added_to(train), test, facts, crafted=made.encoded(made.x, made.y))
     return read_own(declaration(settings, texts, schema))
 
 

@@ -44,7 +44,7 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
     like = tried.features(probed).cpu().numpy()
     file = kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",
-        len(data.train) + len(data.test),
+        sum(map(len, data.splits)),
         like.shape[1:],
         like.dtype,
         lambda: _computed(parts, data, folder),
@@ -54,25 +54,24 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
 
 def _featured(file: RowFile, data: Data) -> Data:
     places = np.split(np.arange(len(file)), [len(data.train)])
-    train, test = (
+    return data.replaced_by(
         split.read_from(Rows(file, rows), data.gain.device)
-        for rows, split in zip(places, (data.train, data.test), strict=True)
+        for rows, split in zip(places, data.splits, strict=False)
     )
-    return data.replaced_by(train, test)
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of everything that determines the features; ``like`` is part of them."""
     named = {f"weight {name}": tensor for name, tensor in parts.public_weights().items()}
     named |= {"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)}
-    records = fingerprint(data.train, data.test)
+    records = fingerprint(*data.splits)
     record = {"version": VERSION, "torch": torch.__version__, "records": records, **settings}
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
 def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
     """Yield the features of one split after the other, and report progress; none has a fault."""
-    done, total = 0, len(data.train) + len(data.test)
+    done, total = 0, sum(map(len, data.splits))
     spread = not (parts.separate or data.gain.is_cuda)
     at_once = SEPARATELY if parts.separate else AT_A_TIME
     count = at_once * torch.get_num_threads() if spread else at_once
@@ -80,7 +79,7 @@ def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
     # Tried as it is run: on one thread.
     [run] = each(lambda data: _run_of(parts, data), [data])
     report(done, total, folder)
-    for split in (data.train, data.test):
+    for split in data.splits:
         for begin in range(0, len(split), count):
             images = data.standardised(split.at(slice(begin, begin + count))[0])
             found = torch.cat([*each(run, torch.split(images, at_once))])

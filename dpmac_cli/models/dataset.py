@@ -1,6 +1,7 @@
 """Records on the device. Images are stored as uint8 and scaled when they are used."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from dpmac_cli.config.records import Records
 from dpmac_cli.data import dataset as data
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import example_of
 from dpmac_cli.tasks.task import Task
 
@@ -86,40 +88,77 @@ def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.devi
 
 
 @dataclass(frozen=True)
+class Crafted:
+    """Records that an audit made up, as a whole network takes them, and which of them are in.
+
+    See :class:`dpmac_cli.data.dataset.Crafted`.
+    """
+
+    records: Split
+    coins: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class Data:
     """Training and test records on the device."""
 
     train: Split  # the private records
-    test: Split  # records the guarantee does not cover
+    test: Split | None  # records the guarantee does not cover; None if none are tested on
     gain: Tensor  # scaling as one multiply-add, in the shape of a record with sides of 1
     offset: Tensor
     task: Task  # what the targets are
     example: Tensor | None = None  # made-up rows to try a network on; None for any numbers
+    crafted: Crafted | None = None  # records of an audit; None for others
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Return the training records, and the test records if there are any."""
+        return (self.train,) if self.test is None else (self.train, self.test)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the numbers of units of privacy to train on and to test on."""
+        return self.train.size, 0 if self.test is None else self.test.size
+
+    @property
+    def tested(self) -> Split:
+        """Return the test records. Raises InputError if there are none."""
+        if self.test is None:
+            raise InputError(
+                "With {test_fraction=}0 all records are trained on, so there are none to test on. "
+                "Use a dataset with a test set, or another {test_fraction}."
+            )
+        return self.test
+
+    def split_into(self, splits: Iterable[Split]) -> "Data":
+        """Return other records, or the same ones in another form, in the order of ``splits``."""
+        train, *tests = splits
+        return replace(self, train=train, test=tests[0] if tests else None)
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""
-        moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
-        return replace(self, **moved)
+        made = self.crafted
+        if made is not None:
+            made = replace(made, records=made.records.to(device))
+        moved = {n: getattr(self, n).to(device) for n in ("gain", "offset")}
+        there = replace(self, **moved, crafted=made)
+        return there.split_into(split.to(device) for split in self.splits)
 
     def predicting(self, task: Task) -> "Data":
         """Return the same records with the targets of a task, whose range is known now."""
         if not self.task.open:
             return replace(self, task=task)
-        train, test = (
-            replace(
-                split,
-                labels=torch.from_numpy(task.encoded(split.labels.cpu().numpy())).to(
-                    split.labels.device
-                ),
-            )
-            for split in (self.train, self.test)
-        )
-        return replace(self, task=task, train=train, test=test)
+        made = self.crafted
+        if made is not None:
+            made = replace(made, records=_with_targets(made.records, task))
+        splits = (_with_targets(split, task) for split in self.splits)
+        return replace(self, task=task, crafted=made).split_into(splits)
 
-    def replaced_by(self, train: Split, test: Split) -> "Data":
+    def replaced_by(self, splits: Iterable[Split]) -> "Data":
         """Return features of the same records, which are not scaled any more."""
         one = torch.ones(1, device=self.gain.device)
-        return Data(train, test, one, torch.zeros_like(one), self.task)
+        unscaled = replace(self, gain=one, offset=torch.zeros_like(one), example=None)
+        return unscaled.split_into(splits)
 
     def computed_in(self, dtype: torch.dtype) -> "Data":
         """Return the same records for a network of another dtype."""
@@ -159,9 +198,18 @@ def on_device(dataset: data.Dataset, device: torch.device, records: Records | No
     ``records`` say how they are scaled; None for the dataset's.
     """
     known = records or dataset.facts.records
-    train, test = (_on_device(part, device) for part in (dataset.train, dataset.test))
+    train = _on_device(dataset.train, device)
+    test = None if dataset.test is None else _on_device(dataset.test, device)
     scaling = scaling_of(known, device)
-    return Data(train, test, *scaling, dataset.facts.task, example_of(known)).to(device)
+    made = dataset.crafted
+    crafted = None if made is None else Crafted(_on_device(made.records, device), made.coins)
+    return Data(train, test, *scaling, dataset.facts.task, example_of(known), crafted).to(device)
+
+
+def _with_targets(split: Split, task: Task) -> Split:
+    """Return records with their targets as a task with a known range has them."""
+    targets = torch.from_numpy(task.encoded(split.labels.cpu().numpy()))
+    return replace(split, labels=targets.to(split.labels.device))
 
 
 def _on_device(records: data.Split, device: torch.device) -> Split:

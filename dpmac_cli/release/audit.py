@@ -151,7 +151,7 @@ def read_audit(run: Path) -> Audit:
     if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
         raise InputError(
             f"{run} has no {folder.AUDIT}: it is not an audit run, or has not ended. Start one "
-            f"with dpmac train --canaries 1000, or resume it: {folder.resume_command(run)}"
+            f"with dpmac train --canaries 200, or resume it: {folder.resume_command(run)}"
         )
     file, text = folder.read_run_file(run, folder.AUDIT, WANTED)
     return parse_file(Audit, text, file, "is not an audit written by dpmac", WANTED)

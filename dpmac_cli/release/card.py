@@ -57,7 +57,9 @@ def run_page(run: Path) -> str:
     card, report = without_front_matter(answered_card(run, {})), read_report(run)
     points = _points(run)
     metric = headline_in(points[0] if points else {})
-    pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
+    pictures = dict[str, "Figure"]()
+    if report.scores is not None:
+        pictures[f"Test {metric.title} and epsilon"] = course(points, metric.logged)
     pictures |= _pictures_of_scores(report)
     if report.delta is not None:
         row = price(report.events, report.delta, search=report.search)

@@ -90,7 +90,6 @@ def score(
         _check_fits(released, published_facts(str(chosen.dataset), chosen.unit))
     data = _data_to_score(released, below, chosen)
     known = data.facts
-    _check_fits(released, known)
     return Scored(
         result=_evaluated(released.model, facts, on_device(data, where)),
         dataset=known.name,
@@ -99,6 +98,15 @@ def score(
         held_out=known.held_out,
         point=str(facts.sentences.get("operating_point", "")),
     )
+
+
+def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Dataset:
+    """Return the records that a model was trained and tested on, split as they were.
+
+    See :func:`score` for arguments and errors.
+    """
+    given = {"dataset": dataset, "data_dir": data_dir}
+    return _data_to_score(released, *_settings_of_data(released, given))
 
 
 def _check_fits(released: Released, known: DataFacts) -> None:
@@ -123,7 +131,7 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     """Evaluate a model on test records, read and calibrated as those that it was trained on."""
     task = replace(facts.task, names=data.task.names)
     data = data.scaled_as(facts.data.records).predicting(task)
-    return evaluate(model, data, data.test)
+    return evaluate(model, data, data.tested)
 
 
 def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path | None, Settings]:
@@ -155,6 +163,7 @@ def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> 
             f"{facts.typed} has a schema with other columns than the one that {file} was trained "
             "with. Pass that schema to from_dataframe."
         )
+    _check_fits(released, facts)
     if below is None and facts.held_out:
         raise InputError(
             f"{facts.typed} has no test set, and the split is only recorded in the {CONFIG} of "

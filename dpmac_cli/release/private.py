@@ -202,7 +202,8 @@ class PrivateTraining(PrivateProgram):
         trainer.check_finite()
         trainer.check_network()
         step = trainer.state.step
-        epoch, result = step / plan.event.steps_per_epoch, self.evaluate()
+        epoch = step / plan.event.steps_per_epoch
+        result = self.evaluate() if plan.facts.test_size else None
         trainer.check_network()  # it also runs while it is scored
         scored = Evaluated(step, epoch, self._seconds, result)
         session = Session(

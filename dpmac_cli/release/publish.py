@@ -37,6 +37,7 @@ from dpmac_cli.tasks.calibration import Calibration
 from dpmac_cli.tasks.operating_point import OperatingPoint
 from dpmac_cli.tasks.residuals import Residuals
 from dpmac_cli.tasks.task import Task
+from dpmac_cli.training.evaluation import losses
 
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
@@ -63,7 +64,8 @@ def publish(session: Session) -> Finished:
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
-    if scored is None and plan.score is None:  # the run was resumed at its end
+    tested = trainer.data.test is not None
+    if tested and scored is None and plan.score is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     exact = {} if scored is None else scored.values()
     written = describe_run(session, exact)
@@ -247,17 +249,20 @@ FOUND = ("ranges and ranks that were not declared",)
 def computed(run: DescribedRun) -> dict[str, str]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, covered = run.plan.facts, run.plan.score
+    sizes = [f"number of training {run.counted}", f"number of test {run.tested}"]
     return {
         "weights, and all numbers of the report except those below": "protected",
-        f"number of training {run.counted}": "declared public",
-        f"number of test {run.tested}": "declared public",
+        **dict.fromkeys(sizes[: 1 + bool(facts.test_size)], "declared public"),
         **dict.fromkeys(
             (facts.task.public, *facts.records.public),
             "declared public" if facts.own else "published",
         ),
         **dict.fromkeys(facts.inferred, "not covered"),
         **dict.fromkeys(FOUND * bool(run.plan.ranges), "protected"),
-        "scores of the test records": "protected" if covered else "not covered",
+        **dict.fromkeys(
+            ("scores of the test records",) * bool(facts.test_size),
+            "protected" if covered else "not covered",
+        ),
         "measured times": "not covered",
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",
         "state in checkpoint/, except measured times": "protected",
@@ -284,15 +289,19 @@ FEW_GUESSES = 20
 
 def guesses(canaries: int) -> int:
     """Return the number of canaries that the attack guesses, half of them in, half out."""
-    return max(canaries // 10, min(canaries, FEW_GUESSES))
+    return max(canaries // 2, min(canaries, FEW_GUESSES))
 
 
-def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) -> report.Scores:
+def scores(
+    task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]
+) -> report.Scores | None:
     """Return test scores: exact metrics, or scores that were released with noise.
 
-    ``history`` are the lines of metrics.jsonl.
+    ``history`` are the lines of metrics.jsonl. None if no records were tested on.
     """
     last, headline = history[-1], task.headline
+    if "test_samples" not in last:
+        return None
     logged = {name.removeprefix("test_"): value for name, value in last.items()}
     values = {**logged, **exact, headline.key: last.get(headline.logged)}
     metrics: dict[str, Any] = {
@@ -323,16 +332,22 @@ def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]
 
 
 def _write_audit(session: Session, written: report.Report) -> None:
-    """Write the guesses of an audit run; nothing for other runs."""
-    if not session.trainer.hooks:
+    """Write the losses of crafted records and their coins; nothing for runs without an audit.
+
+    A record whose loss is small was more likely trained on.
+    """
+    trainer, crafted = session.trainer, session.trainer.data.crafted
+    if crafted is None:
         return
-    [canaries] = session.trainer.hooks
+    data = trainer.data.scaled_as(session.plan.facts.records)
+    with trainer.published():
+        scores = -losses(session.task.model, data, crafted.records)
     found = audit.Audit(
         claimed=written.epsilon,
         delta=session.plan.settings.delta,
-        guesses=guesses(len(canaries.coins)),
-        scores=tuple(canaries.scores.tolist()),
-        coins=tuple(canaries.coins.tolist()),
+        guesses=guesses(len(crafted.coins)),
+        scores=tuple(torch.nan_to_num(scores).tolist()),
+        coins=tuple(crafted.coins.tolist()),
         events=tuple(e for e in session.account.events if e.trains),
     )
     text_of_audit = files.to_json(found.as_json())

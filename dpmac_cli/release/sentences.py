@@ -224,8 +224,13 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "public_records",
-        lambda run: True,
+        lambda run: run.plan.facts.test_size,
         "The numbers of training {run.counted} and test {run.tested} are public.",
+    ),
+    (
+        "public_records",
+        lambda run: not run.plan.facts.test_size,
+        "The number of training {run.counted} is public. All of the records were trained on.",
     ),
     (
         "public_records",
@@ -451,7 +456,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     (
         "audit",
         lambda run: run.plan.settings.canaries,
-        "This run has {run.plan.settings.canaries} canaries, half of which count as records in the "
+        "This run has {run.plan.settings.canaries} crafted records, all of which count in the "
         "sampling rate: dpmac eval RUN --audit compares what they reveal with the guarantee.",
     ),
     (
@@ -492,7 +497,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "not_covered",
-        lambda run: run.private and not run.plan.score,
+        lambda run: run.private and run.plan.facts.test_size and not run.plan.score,
         "The test records. The {run.plan.facts.task.headline.title} was measured on them without "
         "noise. If settings, steps or this model were chosen by it, it is better than on other "
         "records, and the choice reveals information about the test records.",

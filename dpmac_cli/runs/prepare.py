@@ -72,7 +72,7 @@ class PreparedRun:
     def compared(self) -> dict[str, Any]:
         """Facts that must be unchanged for a run to continue, by their names, as JSON values."""
         return {
-            "numbers of records": [self.data.train.size, self.data.test.size],
+            "numbers of records": [*self.data.sizes],
             "classes or ranges": json.loads(json.dumps(self.data.task.facts)),
             "public weights": self.pretrained,
         }

@@ -39,12 +39,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores on the test set after a step."""
+    """Scores on the test set after a step; ``result`` is None if no records are tested on."""
 
     step: int
     epoch: float  # t / ceil(n/B)
     seconds: float  # training time so far, without evaluation
-    result: Evaluation | PrivateScore
+    result: Evaluation | PrivateScore | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,18 +268,24 @@ def _as_record(found: NoisyHistogram | None) -> dict[str, Any] | None:
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
-    result, headline = evaluated.result, evaluated.result.task.headline
-    settings, metric = plan.settings, plan.settings.metric
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": finite_or_none(epsilon),
-        "delta": settings.delta if plan.private else None,
+        "delta": plan.settings.delta if plan.private else None,
+        **({} if evaluated.result is None else _scores(evaluated.result, plan.settings.metric)),
+        "seconds": round(evaluated.seconds, 3) if plan.timed else None,
+    }
+
+
+def _scores(result: Evaluation | PrivateScore, metric: str) -> dict[str, Any]:
+    """Return the scores of a line of metrics.jsonl."""
+    headline = result.task.headline
+    return {
         headline.logged: finite_or_none(result.metric(headline.name)),
         METRICS[metric].logged: finite_or_none(result.metric(metric)),
         "test_loss": finite_or_none(result.loss),
         "test_samples": result.samples,
-        "seconds": round(evaluated.seconds, 3) if plan.timed else None,
         **(result.values() if isinstance(result, PrivateScore) else {}),
     }
 

@@ -29,7 +29,6 @@ from dpmac_cli.tasks.operating_point import needs_histogram
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.calibration import training_histogram
-from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.carried_accounts import attach
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
@@ -137,11 +136,12 @@ class Trainer(Step):
     def evaluate(self, *, covered: bool = False) -> Evaluation:
         """Score the published model on every test record.
 
-        If they are ``covered``, none changes how another is rounded.
+        If they are ``covered``, none changes how another is rounded. Raises InputError if there are
+        no test records.
         """
         with self.published() as model, full_float32(self.sums.arithmetic):
             data = replace(self.data, task=self.task)
-            return evaluate(model, data, data.test, covered=covered)
+            return evaluate(model, data, data.tested, covered=covered)
 
     def calibrate(self) -> bool:
         """Release the histogram of the training records after the last step; return whether it is.
@@ -157,11 +157,14 @@ class Trainer(Step):
             self.histogram = training_histogram(model, self.data, event, normals, key)
         return True
 
-    def score(self) -> Evaluation | PrivateScore:
+    def score(self) -> Evaluation | PrivateScore | None:
         """Return the scores to report: exact ones, or for covered test records a noisy one.
 
-        It is released after the last step alone. Raises ValueError if it was released before.
+        It is released after the last step alone. None if there are no test records. Raises
+        ValueError if it was released before.
         """
+        if self.data.test is None:
+            return None
         if self.covered is None:
             return self.evaluate()
         (event, noise), step = self.covered, self.state.step
@@ -208,13 +211,12 @@ def make_trainer(
         ModelError: the network or the loss cannot be clipped.
     """
     device = task.data.gain.device
-    _check_size(plan, task.data.train.size, task.data.test.size)
+    _check_size(plan, task.data)
     if loss is not None and not plan.settings.isolate:
         outputs, labels = map(torch.from_numpy, plan.facts.task.examples())
         check_loss(loss, outputs.to(device), labels.to(device))
     settings, ranks = plan.settings, ranks or Ranks()
-    records = plan.facts.train_size + (settings.canaries or 0)
-    count = places_of(plan.event, records, ranks.size)
+    count = places_of(plan.event, plan.places, ranks.size)
     places = RandomPlaces(keys.layers, count, ranks.rank)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or settings.augment is not None or plan.facts.unit
@@ -228,10 +230,9 @@ def make_trainer(
             plan=plan,
             steps=account.end,
             mechanism=mechanism_of(plan),
-            sampler=_sampler(plan, keys) if ranks.leads else None,
+            sampler=_sampler(plan, keys, task.data.train.size) if ranks.leads else None,
             noise=Noise(keys.noise, secure=settings.secure) if ranks.leads else None,
             account=account,
-            hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
     attach(task.model, account)
@@ -243,10 +244,17 @@ def make_trainer(
     return trainer
 
 
-def _check_size(plan: Plan, train: int, test: int) -> None:
-    """Reject data whose number of records differs from that of sampling rate and epsilon."""
-    facts = plan.facts
-    if train != facts.train_size or (plan.settings.cover_scores and test != facts.test_size):
+def _check_size(plan: Plan, data: Data) -> None:
+    """Reject data whose number of records differs from that of sampling rate and epsilon.
+
+    Each crafted record of an audit has a place, and those that are in are among the records.
+    """
+    facts, (train, test) = plan.facts, data.sizes
+    made = (0, 0)
+    if data.crafted is not None:
+        made = (len(data.crafted.coins), int(data.crafted.coins.sum()))
+    expected = (plan.settings.canaries or 0, facts.train_size + made[1])
+    if (made[0], train) != expected or (plan.settings.cover_scores and test != facts.test_size):
         raise InputError(
             f"data has {train:,} training and {test:,} test records or units, but epsilon was "
             f"computed for the {facts.train_size:,} and {facts.test_size:,} of "
@@ -255,33 +263,15 @@ def _check_size(plan: Plan, train: int, test: int) -> None:
         )
 
 
-def _sampler(plan: Plan, keys: Keys) -> KeyedSampler:
-    """Return the sampler of a run; canaries are drawn like its records."""
+def _sampler(plan: Plan, keys: Keys, size: int) -> KeyedSampler:
+    """Return the sampler of a run, of ``size`` records or units."""
     event = plan.event
     return KeyedSampler(
         event.sampler,
-        size=plan.facts.train_size + (plan.settings.canaries or 0),
+        size=size,
         rate=event.sampling_rate,
         steps=event.steps_per_epoch,
         key=keys.sampler,
         secure=plan.settings.secure,
         base=keys.base,
     )
-
-
-def _canaries(plan: Plan, task: PreparedRun, keys: Keys, sums: DataSum) -> list[Canaries]:
-    """Return the canaries of an audit run; an empty list for other runs."""
-    count = plan.settings.canaries
-    if count is None:
-        return []
-    return [
-        Canaries(
-            trained=sums.trained_mask,
-            rate=plan.event.sampling_rate,
-            batch=plan.settings.batch_size,
-            first=task.data.train.size,
-            count=count,
-            inputs=plan.inputs,
-            keys=keys,
-        )
-    ]

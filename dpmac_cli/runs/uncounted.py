@@ -58,11 +58,10 @@ class Uncounted:
         records, features = self.plan.facts.records, self.plan.features
         assert features is not None  # noqa: S101  (a table has them)
         zeros = torch.zeros(features.shape_of(records), device=self.data.gain.device)
-        train, test = (
+        return self.data.replaced_by(
             replace(split, images=zeros.expand(len(split), *zeros.shape))
-            for split in (self.data.train, self.data.test)
+            for split in self.data.splits
         )
-        return self.data.replaced_by(train, test)
 
     def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
         """Find ranges by noisy counts of the training records, and return the inputs of all rows.

@@ -106,9 +106,9 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
 
 def _records(plan: Plan, data: Data) -> str:
     """Return the SHA-256 of records or features, their units, and what is declared of them."""
-    facts, units = plan.facts, (data.train.units, data.test.units)
+    facts, units = plan.facts, [split.units for split in data.splits]
     record = {
-        "records": fingerprint(data.train, data.test),
+        "records": fingerprint(*data.splits),
         "units": [None if each is None else each.sha256() for each in units],
         "declared": [facts.task.facts, facts.records.model_dump()],
     }

@@ -106,6 +106,8 @@ def resolved(
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
+        if not one.plan.facts.test_size:
+            errors["{test_fraction=}0 leaves no test records to compare or choose by."] = None
         found.append(one)
         data = one.data if same_data else None
         said = (*one.chosen, *one.notes)

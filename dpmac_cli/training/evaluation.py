@@ -186,7 +186,7 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
     The network sees each of them alone. Nor may one round another: it could move it across a kink
     or to another class.
     """
-    like = data.gain.new_empty(data.test.images.shape[1:])
+    like = data.gain.new_empty(data.train.images.shape[1:])
     with evaluating(model):
         return unaffected(model, like, size, own=True)
 
@@ -209,6 +209,15 @@ def outputs_of(
 def on_cpu(logits: Tensor) -> Tensor:
     """Return logits on the CPU in a dtype that NumPy has."""
     return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
+
+
+def losses(model: nn.Module, data: Data, split: Split) -> Tensor:
+    """Return the task's default loss of every sample of a split, float64, shape (samples,)."""
+    standard = build_loss(data.task.losses[0])
+    found = torch.empty(len(split), dtype=torch.float64)
+    for some, logits in outputs_of(model, data, split):
+        found[some] = standard(data.task.adjusted(logits), split.labels[some]).double().cpu()
+    return found
 
 
 def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:

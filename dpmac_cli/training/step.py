@@ -3,8 +3,6 @@
 Records may come from anywhere: a dataset, or the batches of a program.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,6 @@ from dpmac_cli.errors import (
 from dpmac_cli.randomness.keystream import Unshared
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
-from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import decay, rate
@@ -58,7 +55,6 @@ class Step(Unshared):
             drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
         account: counts the steps that use records, before they begin, at the first rank.
-        hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
     Attributes:
@@ -79,7 +75,6 @@ class Step(Unshared):
         sampler: Sampler | None,
         noise: Noise | None,
         account: Account,
-        hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -88,7 +83,7 @@ class Step(Unshared):
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
         self.geometry = geometry_of(plan.optimizer) if plan.private else Ball(NO_CLIPPING)
-        self.plan, self.steps, self.account, self.hooks = plan, steps, account, hooks
+        self.plan, self.steps, self.account = plan, steps, account
         self._ranks = ranks or Ranks()
         theta = sums.theta
         _check_rounding(mechanism, sums.size)
@@ -151,10 +146,7 @@ class Step(Unshared):
     def _draw(self) -> Indices:
         """Draw this rank's share of the batch, by number: line 3."""
         drawn = None if self.sampler is None else self.sampler.draw(self.state.step + 1)
-        batch = self._ranks.share(drawn)
-        for hook in self.hooks:
-            batch = hook.records(batch)
-        return batch
+        return self._ranks.share(drawn)
 
     def _clip_and_sum(self, batch: Indices) -> Tensor:
         """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8.
@@ -167,10 +159,7 @@ class Step(Unshared):
         part, chunk = self.sums.of(batch, step, metric, state.chunk)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
         state.chunk = self._ranks.least(chunk)
-        clipped = self._ranks.reduce(part)
-        for hook in self.hooks:
-            clipped = hook.add(step, clipped, self.sums.clipped_sum, metric)
-        return clipped
+        return self._ranks.reduce(part)
 
     def _begin(self) -> SeededNormals | None:
         """Advance all scalar state to step t; return the noise of that step."""
@@ -184,8 +173,6 @@ class Step(Unshared):
         """Return the private mean of some coordinates: lines 9 to 11."""
         region = part_of(self.state.region, block)
         private = self.mechanism.release(clipped[block], region, noise)
-        for hook in self.hooks:
-            hook.hear(private, region, block)
         return private
 
     def _update(self, private: PrivateMean, block: slice) -> Ellipsoid:
@@ -209,8 +196,6 @@ class Step(Unshared):
         if state.average is not None and ema is not None:
             state.average.lerp_(state.theta, 1 - decay(ema, state.step))
         state.region = joined(state.region, parts)
-        for hook in self.hooks:
-            hook.end()
 
     def share_state(self) -> None:
         """Give all ranks the first one's parameters and region, so that they clip to the same."""

@@ -74,7 +74,7 @@ def pictures(
 
 
 def test_an_npz_of_images_on_a_registered_data_set(digits: Path) -> None:
-    split = load_data("digits", digits, torch.device("cpu")).test
+    split = load_data("digits", digits, torch.device("cpu")).tested
     np.savez("new.npz", x=split.images[:, 0].numpy())
     rows = predicted(digits, "new.npz")
     assert list(rows[0]) == ["row", "predicted", *(f"p_{n}" for n in range(10))]

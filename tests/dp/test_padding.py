@@ -21,14 +21,12 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.trial_samples import Objective
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from tests.digits_runs import after, digits_config, weights
 from tests.helpers import Batches, a_key, make_trainer, planned, walk
@@ -524,21 +522,3 @@ def test_no_rank_changes_the_padding() -> None:
     for row in range(WORDS):
         same = first[:, row * SIZE : (row + 1) * SIZE].eq(before[row])
         assert bool(same.all() if row == 2 else not same.any())
-
-
-@pytest.mark.promise("audit")
-def test_canaries_are_at_coordinates_that_are_trained() -> None:
-    model = reading(0, 2)
-    size = sum(p.numel() for p in model.parameters())
-    trained = torch.ones(size, dtype=torch.bool)
-    trained[:SIZE] = trained[(WORDS + 2) * SIZE : (WORDS + 3) * SIZE] = False
-    more: dict[str, Any] = {"rate": 0.5, "batch": 8, "first": 40, "inputs": 1}
-    canaries = Canaries(trained=trained, count=size - 2 * SIZE, keys=make_keys(0), **more)
-    assert canaries._coordinates.tolist() == trained.nonzero().flatten().tolist()
-    canaries.coins.fill_(True)
-    trainer = trainer_of("dp-macadam", model, hooks=[canaries])
-    assert trainer.sums.trained_mask.equal(trained)
-    trainer.step()
-    assert bool(canaries.scores.isfinite().all())
-    with pytest.raises(ModelError, match="its own parameter"):
-        Canaries(trained=trained, count=size - SIZE, keys=make_keys(0), **more)

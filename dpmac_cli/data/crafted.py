@@ -1,0 +1,109 @@
+"""Records with random inputs and random targets, which an audit adds to the data, each by a coin.
+
+They are added to what a reader returns, so they pass through all that follows it: the checks and
+the split, features, network and loss. One of them is exchangeable with any other, so a loss tells
+whether it was trained on as well as many trainings would.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.config.records import Images, Numbers, Records, Table, Texts
+from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.dataset import Crafted, Split
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.task import Task
+
+#: Part of the seed of crafted records, so that no other random numbers are theirs.
+PART = 84
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Crafted records before they are encoded: those with ``coins`` are added to the data.
+
+    ``x`` and ``y`` are as a reader returns them; K records.
+    """
+
+    x: NDArray[Any]
+    y: NDArray[Any]
+    coins: NDArray[np.bool_]
+
+    def added_to(self, train: Split) -> Split:
+        """Return training records with those that are in, each a unit of its own."""
+        values = train.x.read() if isinstance(train.x, Rows) else train.x
+        x = np.concatenate([values, self.x[self.coins].astype(values.dtype)])
+        y = np.concatenate([train.y, self.y[self.coins].astype(train.y.dtype)])
+        unit = train.unit
+        if unit is not None:
+            names = [f"crafted {secrets.token_hex(8)}" for _ in range(self.coins.sum())]
+            unit = np.concatenate([unit.astype(np.str_), np.array(names, np.str_)])
+        return Split(x, y, unit)
+
+    def encoded(self, x: NDArray[Any], y: NDArray[Any]) -> Crafted:
+        """Return all of them as a network takes them, given their inputs and targets."""
+        return Crafted(Split(x, y), self.coins)
+
+
+def crafted_records(
+    records: Records, task: Task, count: int, like: Split, seed: int | None
+) -> Candidates:
+    """Return K = ``count`` records with random inputs and targets, and a fair coin for each.
+
+    Args:
+        records: what the records of the dataset are.
+        task: what is predicted.
+        count: K.
+        like: records of the dataset, as its reader returns them. Where neither values nor a range
+            are declared, a value is that of any of them.
+        seed: seed of the run; None for random numbers of the operating system.
+    """
+    rng = np.random.default_rng(None if seed is None else [seed, PART])
+    coins = rng.random(count) < 0.5
+    if isinstance(records, Images):
+        x: NDArray[Any] = rng.integers(0, 256, (count, *records.shape), np.uint8)
+    else:
+        x = _numbers(records, count, like.x, rng)
+    return Candidates(
+        x.reshape(count, *like.x.shape[1:]), _targets(task, count, like.y, rng), coins
+    )
+
+
+def _numbers(records: Records, count: int, like: Any, rng: np.random.Generator) -> NDArray[Any]:
+    """Return random rows or arrays of numbers in their public ranges, shape (K, ...)."""
+    assert isinstance(records, Numbers)  # noqa: S101  (images have none)
+    sides = (1,) * (len(records.shape) - 1)
+    low, high = (np.reshape(ends, (-1, *sides)) for ends in (records.low, records.high))
+    x = low + (high - low) * rng.random((count, *records.shape))
+    if isinstance(records, Texts):
+        for first, tokens in records.texts:
+            x[:, first : first + tokens] = np.rint(x[:, first : first + tokens])
+    if isinstance(records, Table):
+        for kind, part in records.parts:
+            width = part.stop - part.start
+            if kind == "open":
+                x[:, part] = like[rng.integers(0, len(like), count), part]
+            elif kind == "one-hot":
+                x[:, part] = np.eye(width)[rng.integers(0, width, count)]
+            elif kind in ("flag", "boolean"):
+                x[:, part] = rng.integers(0, 2, (count, width))
+            elif kind == "hashed":
+                x[:, part] = np.rint(x[:, part])
+    numbers: NDArray[Any] = x
+    return numbers
+
+
+def _targets(task: Task, count: int, like: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    """Return random classes, or numbers in their range, as a reader returns them; (K, ...)."""
+    if isinstance(task, Regression):
+        if task.open:
+            drawn: NDArray[Any] = like[rng.integers(0, len(like), count)]
+            return drawn
+        return rng.uniform(task.low, task.high, (count, 1))
+    if task.labelled:
+        return rng.integers(0, task.outputs, count)
+    return np.zeros(count, np.int64)
