@@ -63,6 +63,7 @@ API_GROUPS = {
     "config": "Settings",
     "accounting": "Privacy costs",
     "silo": "Federations",
+    "estimators": "Estimators of scikit-learn",
     "studies": "Studies",
     "optim": "Your own optimizer",
     "tasks": "Your own task",

@@ -33,6 +33,10 @@ from .errors import DpmacError as DpmacError
 from .errors import InputError as InputError
 from .errors import ModelError as ModelError
 from .errors import RunError as RunError
+from .estimators.budget import Budget as Budget
+from .estimators.estimators import PrivateClassifier as PrivateClassifier
+from .estimators.estimators import PrivateRegressor as PrivateRegressor
+from .estimators.pipeline import private_pipeline as private_pipeline
 from .optim import Optimizer as Optimizer
 from .optim import register_optimizer as register_optimizer
 from .randomness.noise import Noise as Noise

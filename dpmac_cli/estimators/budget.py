@@ -1,0 +1,135 @@
+"""A budget of several fits on the same records, which no copy of an estimator can spend twice."""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.accountants import order_for
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.errors import BudgetError, InputError
+
+CLOSED = (
+    "This is a copy of a budget in another process, and what it books would not count in the "
+    "first one. Keep the budget in a file, Budget(epsilon, path=...), which processes share; or "
+    "train in one process (n_jobs=1, or threads)."
+)
+
+
+class Budget:
+    """Epsilon that all fits on the same records may cost together.
+
+    Every fit is booked before its first step, and nothing is given back, also if it fails. A copy
+    of a budget, as by ``clone`` or in a grid search, is the budget itself.
+
+    ::
+
+        budget = Budget(epsilon=3)
+        search = GridSearchCV(PrivateClassifier(epsilon=1, bounds=(0, 16), budget=budget), grid)
+
+    A budget belongs to records: pass the same one to everything that is fitted on them. In memory
+    it belongs to its process, and arrives closed in others; in a file, processes share it.
+
+    Args:
+        epsilon, delta: the largest privacy cost of all fits together.
+        path: file of the budget, which is created if there is none; None to keep it in memory.
+        adaptive: whether fits may be chosen after results of earlier ones were seen. Their costs
+            then add up to more, and the guarantee is ``epsilon``, used up or not. Otherwise they
+            must be fixed beforehand, as those of a grid are.
+
+    Raises:
+        InputError: a number is not possible, or the file has another budget or is damaged.
+    """
+
+    def __init__(
+        self,
+        epsilon: float,
+        delta: float = 1e-5,
+        path: Path | str | None = None,
+        *,
+        adaptive: bool = False,
+    ) -> None:
+        self.epsilon, self.delta, self.adaptive = epsilon, delta, adaptive
+        self.path = None if path is None else Path(path).absolute()
+        self._account = self._opened()
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._closed = False
+
+    def _opened(self) -> Account:
+        """Return the account of the budget, which is created if it is not in a file yet."""
+        if self.path is None:
+            order = order_for(self.epsilon, self.delta) if self.adaptive else None
+            return Account(delta=self.delta, target=self.epsilon, order=order)
+        given: dict[str, Any] = {
+            "delta": self.delta,
+            "epsilon": self.epsilon,
+            "adaptive": self.adaptive,
+        }
+        if not self.path.exists():
+            return Account.create(self.path, **given)
+        account = Account.open(self.path)
+        adaptive = account.order is not None
+        kept = {"delta": account.delta, "epsilon": account.target, "adaptive": adaptive}
+        if kept != given:
+            raise InputError(
+                f"{self.path} has another budget: {kept}, not {given}. Use the numbers of the file."
+            )
+        return account
+
+    def __repr__(self) -> str:
+        file = "" if self.path is None else f", path='{self.path}'"
+        return f"Budget(epsilon={self.epsilon:g}, delta={self.delta:g}{file})"
+
+    def __sklearn_clone__(self) -> "Budget":
+        """Return this budget: a clone of an estimator spends it, too."""
+        return self
+
+    def __copy__(self) -> "Budget":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Budget":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the file of a budget; one in memory becomes a closed one elsewhere."""
+        return _unpickled, (self.epsilon, self.delta, self.path, self.adaptive)
+
+    @property
+    def events(self) -> tuple[TrainingEvent, ...]:
+        """Return the events of all fits so far; equal ones may be one event of all their steps."""
+        return self._account.own
+
+    @property
+    def spent(self) -> float:
+        """Return the privacy cost of all fits so far."""
+        return self._account.cost(self.events) if self.events else 0.0
+
+    def begin(self, events: Sequence[TrainingEvent]) -> None:
+        """Book the events of a fit, before it reads records for its first step.
+
+        Raises:
+            BudgetError: they would exceed the budget, or it is in the memory of another process.
+            InputError: its file is missing or damaged, or is an older copy.
+        """
+        if self._closed or (self.path is None and os.getpid() != self._process):
+            raise BudgetError(CLOSED)
+        with self._lock:
+            cost = self._account.cost((*self.events, *events))
+            if cost > self.epsilon:
+                raise BudgetError(
+                    f"With this fit epsilon would be {format_epsilon(cost)}, above the budget of "
+                    f"{self.epsilon:g}, of which {format_epsilon(self.spent)} is spent. Nothing "
+                    "was trained."
+                )
+            for event in events:
+                self._account.begin(event)
+
+
+def _unpickled(epsilon: float, delta: float, path: Path | None, adaptive: bool) -> Budget:
+    """Return the budget of a file; one without a file pays for nothing."""
+    budget = Budget(epsilon, delta, path, adaptive=adaptive)
+    budget._closed = path is None
+    return budget

@@ -1,0 +1,107 @@
+"""Records and labels of a fit as a dataset, by what they are: images, numbers, texts or a frame."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.data.column_schema import Label
+from dpmac_cli.data.in_memory import ArrayData, from_dataframe
+from dpmac_cli.data.table import table_of
+from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
+from dpmac_cli.errors import InputError
+
+#: Column of the unit of privacy that is added to a frame, and of the target.
+UNIT, TARGET = "unit of privacy", "y"
+NO_BOUNDS = (
+    "bounds=(low, high) is missing: the public range that numbers are clipped to, one for all "
+    "columns or a list with one for each. Base it on what the columns mean, not on X, which is "
+    "private."
+)
+
+
+def is_frame(records: Any) -> bool:
+    """Return whether records are a data frame of pandas, polars or pyarrow."""
+    return hasattr(type(records), "columns") or isinstance(records, pa.Table)
+
+
+def are_texts(records: Any) -> bool:
+    """Return whether records are texts: a list of str, or an array of one dimension of them."""
+    one = isinstance(records, list | tuple) or getattr(records, "ndim", 0) == 1
+    return one and len(records) > 0 and isinstance(next(iter(records)), str)
+
+
+def are_images(records: Any) -> bool:
+    """Return whether records are images: an array of uint8 of three or four dimensions."""
+    return getattr(records, "dtype", None) == np.uint8 and records.ndim in (3, 4)
+
+
+def arrays_of(
+    records: Any, targets: NDArray[Any], bounds: Sequence[Any] | None, **declared: Any
+) -> InMemoryData:
+    """Return images, numbers or texts as a dataset. Raises InputError for numbers without bounds.
+
+    Args:
+        records: see :func:`are_images` and :func:`are_texts`; numbers, shape (records, columns).
+        targets: numbers of classes, or numbers to predict, shape (records,).
+        bounds: public range of numbers: low and high, one each or one per column.
+        declared: other arguments of :class:`~dpmac_cli.data.in_memory.ArrayData`.
+    """
+    if are_texts(records):
+        return ArrayData([*map(str, records)], targets, **declared)
+    if are_images(records):
+        return ArrayData(records, targets, **declared)
+    if bounds is None:
+        raise InputError(NO_BOUNDS)
+    low, high = bounds
+    return ArrayData(records, targets, low=low, high=high, **declared)
+
+
+def table_with(
+    frame: Any,
+    targets: NDArray[Any],
+    label: Mapping[str, Any],
+    schema: TableSchema,
+    unit: Any = None,
+) -> InMemoryData:
+    """Return a data frame with its targets as a dataset.
+
+    Args:
+        frame: the records, without their targets.
+        targets: names of classes, or numbers to predict, shape (records,).
+        label: what a schema declares of the targets, without their column.
+        schema: declares the columns of the frame.
+        unit: unit of privacy of each record; None if each is one.
+    """
+    table = table_of(frame)
+    column = TARGET if schema.label is None else schema.label.column
+    if column in table.column_names:
+        table = table.drop_columns([column])
+    table = table.append_column(column, pa.array(targets))
+    if unit is not None:
+        table = table.append_column(UNIT, pa.array([str(of) for of in unit]))
+    declared = Label.model_validate({"column": column, **label})
+    return from_dataframe(table, schema.model_copy(update={"label": declared}))
+
+
+def schema_from(
+    schema: Mapping[str, Any] | Path | str | None, kinds: Mapping[str, str] | None
+) -> TableSchema:
+    """Return the schema of a frame: as given, or from the kinds of all columns by their names.
+
+    Raises InputError if neither or both are given, or one is invalid.
+    """
+    if (schema is None) == (kinds is None):
+        raise InputError(
+            "A data frame needs its columns declared: schema= with a file or the contents of one, "
+            'or kinds={"age": "number", "job": "category"} with the kind of each column.'
+        )
+    if isinstance(schema, str | Path):
+        return read_schema(Path(schema))
+    if kinds is not None:
+        schema = {"columns": {name: {"type": kind} for name, kind in kinds.items()}}
+    return schema_of(schema, "schema")

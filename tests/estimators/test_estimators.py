@@ -1,0 +1,194 @@
+"""Fits on numbers, images, texts and frames, and what is refused."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import sklearn
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from dpmac_cli import (
+    Budget,
+    InputError,
+    PrivateClassifier,
+    PrivateRegressor,
+    predict,
+)
+from dpmac_cli.release.report import read_report
+from dpmac_cli.runs import folder
+from tests.estimators.records import RECORDS, SHORT, classifier, regressor, rows
+
+X, Y = rows()
+KINDS = {"age": "number", "job": "category"}
+
+
+def frame() -> pd.DataFrame:
+    """A data frame whose columns are declared by kinds."""
+    jobs = np.where(X[:, 1] > 0, "nurse", "clerk")
+    return pd.DataFrame({"age": X[:, 0], "job": jobs})
+
+
+def test_a_classifier_predicts_the_labels_that_it_was_given() -> None:
+    fitted = classifier(epsilon=50, epochs=10).fit(X, Y)
+    assert [*fitted.classes_] == ["high", "low"]
+    shares = fitted.predict_proba(X)
+    assert shares.shape == (RECORDS, 2)
+    assert shares.sum(axis=1) == pytest.approx(np.ones(RECORDS))
+    assert (fitted.predict(X) == fitted.classes_[shares.argmax(axis=1)]).all()
+    assert fitted.score(X, Y) > 0.8
+
+
+def test_a_fit_says_what_it_guarantees() -> None:
+    fitted = classifier(delta=1e-6).fit(X, Y)
+    assert fitted.epsilon_ <= 1
+    assert fitted.epsilon_ == fitted.report_["epsilon"] > 0.9
+    assert "(1, 1e-06)-differential privacy" in fitted.statement_
+    assert fitted.report_["scores"] is None
+    assert fitted.report_["data"]["train_size"] == RECORDS
+    baseline = classifier(epsilon=None, no_dp=True).fit(X, Y)
+    assert math.isinf(baseline.epsilon_)
+
+
+def test_classes_that_are_found_in_the_labels_are_said_to_be() -> None:
+    found, declared = (classifier(**more).fit(X, Y) for more in ({}, {"classes": ["low", "high"]}))
+    assert found.report_["data"]["taken_from_records"] == ["classes"]
+    assert any(note.startswith("Classes of") for note in found.notes_)
+    assert declared.report_["data"]["taken_from_records"] == []
+    assert [*declared.classes_] == ["low", "high"]
+    with pytest.raises(InputError, match="labels that are not in classes"):
+        classifier(classes=["low", "middle"]).fit(X, Y)
+
+
+@pytest.mark.promise("estimators")
+@pytest.mark.parametrize("estimator", [PrivateClassifier(), PrivateRegressor(target_bounds=(0, 1))])
+def test_bounds_are_not_read_from_the_records(estimator: Any) -> None:
+    with pytest.raises(InputError, match=r"bounds=\(low, high\) is missing"):
+        estimator.fit(X, X[:, 0] > 0 if isinstance(estimator, PrivateClassifier) else X[:, 0])
+
+
+def test_bounds_are_one_for_all_columns_or_one_for_each() -> None:
+    low, high = [-4, -4, -4, -4], [4, 4, 4, 4]
+    fitted = classifier(bounds=(low, high)).fit(X, Y)
+    assert fitted.report_["data"]["records"]["low"] == low
+    beyond = np.where(X > 3, 1000, X)
+    clipped = np.where(X > 3, 4, X)
+    assert (fitted.predict_proba(beyond) == fitted.predict_proba(clipped)).all()
+
+
+def test_a_regressor_predicts_within_its_bounds() -> None:
+    y = X[:, 0] + X[:, 1]
+    fitted = regressor(epsilon=50, epochs=10).fit(X, y)
+    found = fitted.predict(X)
+    assert found.shape == (RECORDS,)
+    assert np.abs(found).max() <= 8
+    assert fitted.score(X, y) > 0.5
+    with pytest.raises(InputError, match=r"target_bounds=.* is missing"):
+        regressor(target_bounds=None).fit(X, y)
+
+
+def test_images_are_told_by_their_type_and_need_no_bounds() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(RECORDS) % 2
+    images = (
+        rng.integers(0, 100, (RECORDS, 8, 8), np.uint8)
+        + np.uint8(100) * labels.astype(np.uint8)[:, None, None]
+    )
+    fitted = PrivateClassifier(epsilon=8, **{**SHORT, "epochs": 10}).fit(images, labels)
+    assert fitted.report_["data"]["records"]["kind"] == "images"
+    assert fitted.score(images, labels) > 0.9
+
+
+def test_a_frame_is_declared_by_kinds_or_a_schema() -> None:
+    declared = {"columns": {"age": {"range": [-4, 4]}, "job": {"categories": ["nurse", "clerk"]}}}
+    by_kinds = PrivateClassifier(epsilon=8, kinds=KINDS, **SHORT).fit(frame(), Y)
+    by_schema = PrivateClassifier(epsilon=8, schema=declared, **SHORT).fit(frame(), Y)
+    for fitted in (by_kinds, by_schema):
+        assert fitted.predict(frame()[:5]).shape == (5,)
+        assert fitted.report_["data"]["records"]["kind"] == "table"
+    with pytest.raises(InputError, match="needs its columns declared"):
+        PrivateClassifier(schema=declared, kinds=KINDS).fit(frame(), Y)
+
+
+def test_the_range_of_a_frame_s_target_is_found_within_epsilon() -> None:
+    fitted = PrivateRegressor(epsilon=50, kinds=KINDS, **SHORT).fit(frame(), X[:, 0])
+    assert fitted.predict(frame()).shape == (RECORDS,)
+    assert fitted.report_["data"]["ranges"]
+    assert fitted.epsilon_ <= 50
+
+
+def test_a_unit_protects_all_of_its_records() -> None:
+    unit = np.arange(RECORDS) // 4
+    fitted = classifier().fit(X, Y, unit=unit)
+    assert fitted.report_["data"]["train_size"] == RECORDS // 4
+    framed = PrivateClassifier(epsilon=8, kinds=KINDS, **SHORT).fit(frame(), Y, unit=unit)
+    assert framed.report_["data"]["unit"] == "unit of privacy"
+    assert framed.report_["data"]["train_size"] == RECORDS // 4
+
+
+def test_units_are_routed_through_pipelines_and_cross_validation() -> None:
+    unit = np.arange(RECORDS) // 4
+    with sklearn.config_context(enable_metadata_routing=True):
+        asked = classifier().set_fit_request(unit=True)
+        pipeline = make_pipeline(FunctionTransformer(), asked).fit(X, Y, unit=unit)
+        found = cross_validate(pipeline, X, Y, params={"unit": unit}, cv=2, return_estimator=True)
+    assert pipeline[-1].report_["data"]["unit"] == "unit"
+    assert all(each[-1].report_["data"]["unit"] == "unit" for each in found["estimator"])
+
+
+def test_class_weights_and_shares_are_by_label() -> None:
+    weighed = classifier(class_weight={"high": 3}).fit(X, Y)
+    assert "3, 1" in weighed.report_["sentences"]["public_records"].replace("1, 0.3333", "3, 1")
+    balanced = classifier(class_weight="balanced", shares={"high": 0.2, "low": 0.8}).fit(X, Y)
+    assert "class weights, 1, 0.25" in balanced.report_["sentences"]["public_records"]
+    with pytest.raises(InputError, match="shares"):
+        classifier(class_weight="balanced").fit(X, Y)
+
+
+def test_a_threshold_decides() -> None:
+    fitted = classifier(epsilon=50, threshold=0.99, calibration="none").fit(X, Y)
+    assert (fitted.predict(X) == "high").mean() > 0.5
+
+
+def test_what_cannot_be_private_is_refused_with_a_reason() -> None:
+    with pytest.raises(TypeError, match="sample_weight is not supported: weights that are comp"):
+        classifier().fit(X, Y, sample_weight=np.ones(RECORDS))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'monitor'"):
+        classifier().fit(X, Y, monitor=1)
+    with pytest.raises(InputError, match="is for private fits"):
+        classifier(epsilon=None, no_dp=True, budget=Budget(1)).fit(X, Y)
+    with pytest.raises(NotFittedError):
+        classifier().predict(X)
+
+
+def test_a_seed_repeats_a_fit_and_is_said() -> None:
+    one, other = (classifier(random_state=7).fit(X, Y) for _ in range(2))
+    assert (one.predict_proba(X) == other.predict_proba(X)).all()
+    assert "seed" in one.statement_
+    assert "seed" not in classifier().fit(X, Y).statement_
+
+
+def test_a_saved_fit_is_a_run_like_any_other(tmp_path: Path) -> None:
+    fitted = classifier().fit(X, Y)
+    fitted.save(tmp_path / "run")
+    assert read_report(tmp_path / "run").epsilon == fitted.epsilon_
+    there = predict(tmp_path / "run", X).probabilities
+    assert there == pytest.approx(fitted.predict_proba(X).astype(np.float32))
+    card = (tmp_path / "run" / folder.CARD).read_text()
+    assert "test accuracy" not in card
+    with pytest.raises(InputError, match="already contains a run"):
+        fitted.save(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["Budget", "statement"])
+def test_names_that_need_no_scikit_learn_do_not_import_it(name: str) -> None:
+    slow = "{'sklearn', 'torch'} & {*sys.modules}"
+    code = f"import sys, dpmac_cli; dpmac_cli.{name}; sys.exit(bool({slow}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
