@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, str] = {
     ),
     "compare": "Compare optimizers, noise levels or any other setting, over several seeds.",
     "tune": "Search for the best settings, within one epsilon for search and model together.",
-    "eval": "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
+    "eval": "Evaluate a trained model on every test sample, judge its audit, or attack its recipe.",
     "predict": "Predict classes or numbers of new records, or continue texts, by a trained model.",
     "card": "Print the model card of a run as Markdown.",
     "report": "Write a web page for a run or a comparison: one self-contained file with figures.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dpmac_cli.libraries import OnFirstUse
 
 __all__ = (
+    "attack",
     "audit",
     "cache",
     "csv_file",
@@ -29,11 +30,12 @@ __all__ = (
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
     from dpmac_cli.data import cache, csv_file, kinds, table
-    from dpmac_cli.release import audit, prediction, report, run
+    from dpmac_cli.release import attack, audit, prediction, report, run
     from dpmac_cli.runs import environment, folder, resolve, workers
     from dpmac_cli.studies import ray_cluster, tune
     from dpmac_cli.training import distributed
 else:
+    attack = OnFirstUse("dpmac_cli.release.attack")
     audit = OnFirstUse("dpmac_cli.release.audit")
     cache = OnFirstUse("dpmac_cli.data.cache")
     csv_file = OnFirstUse("dpmac_cli.data.csv_file")

@@ -20,6 +20,7 @@ from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.tasks.task import METRICS, Task
 
 if TYPE_CHECKING:
+    from dpmac_cli.release.attack import Asked
     from dpmac_cli.release.audit import Audit
     from dpmac_cli.release.prediction import Scored
 
@@ -60,6 +61,21 @@ JudgeAudit = Annotated[
         description="For a run with --canaries: compare the epsilon that the attack proves with "
         "the guarantee."
     ),
+]
+AttackRecipe = Annotated[
+    StrictBool,
+    Field(
+        description="Attack the recipe of the run by runs of it on half of the records each. Its "
+        "figures, in RUN-attack/attack.json, are only for whoever holds the records."
+    ),
+]
+ShadowRuns = Annotated[
+    int | None,
+    Field(ge=4, le=10_000, description="Number of runs of --attack with noise. [default: 32]"),
+]
+AttackJobs = Annotated[
+    int | None,
+    Field(ge=1, le=1024, description="Number of runs of --attack at a time. [default: 1]"),
 ]
 NewRecords = Annotated[
     Path, typer.Argument(metavar="DATA", help="Images, texts, an .npz or a table.")
@@ -111,9 +127,17 @@ Level = Annotated[
 ]
 #: Why an audit takes no dataset.
 GUESSES = "an audit scores guesses, not test samples"
+#: Number of runs of an attack by default.
+RUNS = 32
 
 
-@command(not_both={("audit", "dataset"): GUESSES, ("audit", "data_dir"): GUESSES})
+@command(
+    not_both={
+        ("audit", "dataset"): GUESSES,
+        ("audit", "data_dir"): GUESSES,
+        ("audit", "attack"): "an audit run is attacked by its crafted records",
+    }
+)
 def evaluate(
     run: Trained,
     *,
@@ -121,11 +145,14 @@ def evaluate(
     model: OwnFactory = None,
     public: PublicNetwork = None,
     audit: JudgeAudit = False,
+    attack: AttackRecipe = False,
+    runs: ShadowRuns = None,
+    jobs: AttackJobs = None,
     json: PrintJson = False,
     data_dir: DataDir = None,
     device: Device = "auto",
 ) -> None:
-    """Evaluate a trained model on every test sample, or evaluate the audit of a run.
+    """Evaluate a trained model on every test sample, judge its audit, or attack its recipe.
 
     Examples:
 
@@ -133,9 +160,16 @@ def evaluate(
 
         dpmac eval RUN --json
 
+        dpmac eval RUN --attack --jobs 2
+
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
-    or the audit contradicts the guarantee.
+    or an audit or attack contradicts the guarantee.
     """
+    if not attack and (alone := [n for n, of in {"runs": runs, "jobs": jobs}.items() if of]):
+        raise_errors(f"{{{name}}} is for {{attack}}." for name in alone)
+    if attack:
+        _attack(run, late.attack.Asked(run, dataset, data_dir, model, device), runs, jobs, json)
+        return
     if audit:  # only reads files of the run
         with console.waiting(json, "bounds"):
             found = late.audit.read_audit(run)
@@ -264,6 +298,27 @@ def _by_output(task: Task, details: Mapping[str, Any]) -> dict[str, Any]:
     if "sensitivity" not in details:
         return {"target": task.facts["target"]}
     return {"per_class": dict(zip(task.names, details["sensitivity"], strict=True))}
+
+
+def _attack(run: Path, asked: "Asked", runs: int | None, jobs: int | None, json: bool) -> None:
+    """Attack a recipe, and print what may be shown; exit with code 4 if it contradicts the claim.
+
+    No figure of the attack is printed: a log of the terminal may be read by others.
+    """
+    with console.waiting(json, "runs"), console.kept_clear(json):
+        found = late.attack.attack(asked, runs or RUNS, jobs or 1)
+    if json:
+        bounds = {f"{rate:g}": most for rate, most in found.bounds.items()}
+        result = {"run": str(run), "attack": str(found.path), "bounds": bounds}
+        console.print_result(to_json({**result, "holds": found.holds}))
+    else:
+        out = console.stdout()
+        for rate, most in found.bounds.items():
+            out.print(f"guarantee: at {rate:.1%} false alarms, at most {most:.2%} of members found")
+        out.print(f"figures of the attack: {found.path}, which only you can read. Keep them so.")
+        out.print(HOLDS if found.holds else BROKEN)
+    if not found.holds:
+        raise typer.Exit(MISFIT)
 
 
 def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
