@@ -362,6 +362,16 @@ def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_another_ledg
 
 
 @pytest.mark.promise("ledger")
+def test_a_killed_run_beside_a_study_is_charged_with_its_score() -> None:
+    """It is released once somebody resumes the run."""
+    events = run.train(start(**SCORED))
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert [event.records for event in events_of(RUN)] == ["training", "test"]
+    assert ledger.begun_events(RUN, (), whole=True) == events_of(RUN)
+
+
+@pytest.mark.promise("ledger")
 def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -384,6 +384,11 @@ class Account:
         return (*self.before, self.event, *self.histograms)
 
     @property
+    def whole(self) -> tuple[TrainingEvent, ...]:
+        """Return all planned events, also that of a covered score on test records."""
+        return self.planned if self.score is None else (*self.planned, self.score)
+
+    @property
     def epsilon(self) -> float:
         """Return the privacy cost of all events that have begun."""
         return self.cost(self.events)

@@ -83,6 +83,11 @@ class Plan:
         return (self.event, *self.counts)
 
     @property
+    def whole(self) -> tuple[TrainingEvent, ...]:
+        """Return all events, also that of a covered score on test records."""
+        return self.planned if self.score is None else (*self.planned, self.score)
+
+    @property
     def counts(self) -> tuple[TrainingEvent, ...]:
         """Return the events of all histograms of training records."""
         return (*self.ranges, *(() if self.histogram is None else (self.histogram,)))
