@@ -15,9 +15,10 @@ import dpmac_cli
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.tasks.bins import cumulative
 from dpmac_cli.tasks.calibration import Calibration, cells
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.operating_point import OperatingPoint, describe
+from dpmac_cli.tasks.operating_point import ENDS, OperatingPoint, describe
 from tests.digits_runs import refused, report_of
 from tests.typed import dpmac
 
@@ -69,6 +70,15 @@ def test_a_sensitivity_that_is_asked_for_is_reached_on_test_records(epsilon: flo
     assert point["specificity"] == pytest.approx(report["scores"]["specificity"][1], abs=0.05)
     assert point["share"] == pytest.approx(patients(8000)[1].mean(), abs=0.02)
     assert report["sentences"]["operating_point"].startswith(point["statement"][:60])
+
+
+def test_no_share_of_records_is_above_one() -> None:
+    """Sums of counts in another order may be larger in their last bit."""
+    drawn = np.random.default_rng(0)
+    for _ in range(300):
+        _, shares = cumulative(drawn.random(len(ENDS) - 1) + 1e-9, ENDS)
+        assert shares.min() >= 0
+        assert shares.max() <= 1
 
 
 def test_a_balanced_point_finds_the_rare_class_and_costs_nothing() -> None:

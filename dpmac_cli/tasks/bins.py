@@ -52,4 +52,4 @@ def cumulative(counts: Floats, ends: Sequence[float]) -> tuple[Floats, Floats]:
     places = np.interp(inside, np.arange(len(ends)), ends)
     straight, curve = np.interp(places, ends, below), interpolate.PchipInterpolator(ends, below)
     shares: Floats = (1 - CURVED) * straight + CURVED * curve(places)
-    return places, shares
+    return places, shares.clip(0.0, 1.0)  # rounding may leave more than 1
