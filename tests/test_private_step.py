@@ -696,7 +696,8 @@ def test_an_epoch_begins_in_the_account_as_a_whole(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**SETTINGS, "steps": 2 * drawn.steps_per_epoch}
     for epochs in (1, 2):
         step = PrivateStep(reader(), loss, sampling=drawn, account=account, **settings)
-        step(next(step.loader(Notes())))
+        for batch in itertools.islice(step.loader(Notes()), 2):
+            step(batch)
         event = placed(drawn.event(SIGMA, epochs * drawn.steps_per_epoch))
         assert step.epsilon == total_epsilon((event,), 1e-5)
 

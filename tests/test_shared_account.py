@@ -143,6 +143,7 @@ def test_an_account_that_may_count_less_is_refused(
     assert after == (file.read_bytes() if file.exists() else None)
 
 
+@pytest.mark.promise("ledger")
 def test_an_account_is_created_once(file: Path) -> None:
     with pytest.raises(InputError, match="does not exist, so what was spent"):
         Account.open(file)
