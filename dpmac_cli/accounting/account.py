@@ -384,7 +384,7 @@ class Account:
         return (*self.before, self.event, *self.histograms)
 
     @property
-    def whole(self) -> tuple[TrainingEvent, ...]:
+    def all_planned(self) -> tuple[TrainingEvent, ...]:
         """Return all planned events, also that of a covered score on test records."""
         return self.planned if self.score is None else (*self.planned, self.score)
 

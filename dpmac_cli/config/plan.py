@@ -83,7 +83,7 @@ class Plan:
         return (self.event, *self.counts)
 
     @property
-    def whole(self) -> tuple[TrainingEvent, ...]:
+    def all_planned(self) -> tuple[TrainingEvent, ...]:
         """Return all events, also that of a covered score on test records."""
         return self.planned if self.score is None else (*self.planned, self.score)
 

@@ -450,5 +450,5 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
     """
     account = ledger.read_ledger(run)
     if account is not None and not (run / folder.REPORT).exists():
-        return account.whole
+        return account.all_planned
     return read_report(run).events

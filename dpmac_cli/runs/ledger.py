@@ -126,6 +126,6 @@ def begun_events(
     ``planned``. So does one whose ledger is missing or damaged.
     """
     if (found := read_ledger(run)) is not None:
-        return tuple(e for e in (found.whole if whole else found.events) if e.steps)
+        return tuple(e for e in (found.all_planned if whole else found.events) if e.steps)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return planned if begun else ()

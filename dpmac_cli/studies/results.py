@@ -197,7 +197,7 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
         if run.plan.private and finished_report(run) is not None:
             yield from events_of(run.folder)
         elif run.plan.private:
-            yield from begun_events(run.folder, run.plan.whole, whole=True)
+            yield from begun_events(run.folder, run.plan.all_planned, whole=True)
 
 
 def judge(

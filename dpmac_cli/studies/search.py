@@ -162,7 +162,7 @@ def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
     """Return what a whole trial does to training and test records, in the order of its account."""
     if plan.score is None:
         raise ValueError("a trial needs a covered score: it decides which one is released")
-    return plan.whole
+    return plan.all_planned
 
 
 def plan_search(
