@@ -17,11 +17,11 @@ class Part(Account):
     network that carries both counts the events once.
 
     Attributes:
-        whole: the account of the records.
+        shared: the account of the records.
         reserved: last step that has begun there.
     """
 
-    whole: Account
+    shared: Account
     reserved: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -30,7 +30,7 @@ class Part(Account):
 
     def reserve(self, steps: int) -> None:
         """Begin steps in the account of the records, which are taken later. See :meth:`begin`."""
-        self.whole.begin(self.steps(steps))
+        self.shared.begin(self.steps(steps))
         self.reserved += steps
 
     def record_before(self, event: TrainingEvent) -> None:
@@ -39,7 +39,7 @@ class Part(Account):
         Epochs of :class:`~dpmac_cli.RandomAllocation` begin as a whole.
         """
         if not self.is_of_training(event):
-            self.whole.begin(event)
+            self.shared.begin(event)
         elif (step := self.begun + event.steps) > self.reserved:
             step += self.event.steps // RESERVED
             if self.event.sampling.once_an_epoch:
@@ -49,12 +49,12 @@ class Part(Account):
     @property
     def own(self) -> tuple[TrainingEvent, ...]:
         """Return all events of the account of the records."""
-        return self.whole.own
+        return self.shared.own
 
     @property
     def count(self) -> int:
         """Return the number of steps and other events in the account of the records."""
-        return self.whole.count
+        return self.shared.count
 
     @property
     def kept_to(self) -> float:
@@ -73,7 +73,7 @@ class Part(Account):
 
     def _shorten_to(self, limit: float) -> None:
         """Limit the training to its own budget, and to that of the account of the records."""
-        whole, begun = self.whole, self.own
+        whole, begun = self.shared, self.own
         budgets = ((limit, self.cost, (*self.before, *begun)), (whole.budget, whole.cost, begun))
         for budget, cost, others in budgets:
             count = affordable_steps(self.event, self.delta, budget, others, cost)

@@ -192,4 +192,4 @@ def account_of(plan: Plan, whole: Account | None, **values: Any) -> Account:
     if whole is None:
         return Account(**values)
     values["target"] = plan.settings.epsilon
-    return Part(whole=whole, number=whole.number, reserved=values.get("begun", 0), **values)
+    return Part(shared=whole, number=whole.number, reserved=values.get("begun", 0), **values)
