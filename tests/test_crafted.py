@@ -30,7 +30,8 @@ from dpmac_cli.release.model_file import CHECKSUM
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import COMPARE_JSON, collect, write_comparison
+from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.written import COMPARE_JSON, write_comparison
 from tests.digits_runs import after, digits_config, train_digits
 from tests.tiny_bert import encoder_at, notes, write_encoder
 from tests.typed import dpmac

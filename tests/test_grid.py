@@ -25,23 +25,20 @@ from dpmac_cli.errors import InputError, as_flags
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import resume, train
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.studies import local, results
+from dpmac_cli.studies import local, written
 from dpmac_cli.studies.grid import NOT_STUDIED, Grid, address, listed_values, plan
 from dpmac_cli.studies.local import arguments
 from dpmac_cli.studies.results import (
     FEWEST,
     Cell,
     Comparison,
-    as_json,
-    as_markdown,
     collect,
     finished_report,
     holm,
     judge,
     paired,
-    study_figure,
-    write_comparison,
 )
+from dpmac_cli.studies.written import as_json, as_markdown, study_figure, write_comparison
 from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import after
 
@@ -294,7 +291,7 @@ def test_a_kill_leaves_no_checksums_of_another_table(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(results, "write_atomically", killed)
+    monkeypatch.setattr(written, "write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         write_comparison(comparison(*CELLS[:2]), tmp_path)
     assert not [*tmp_path.iterdir()]

@@ -17,8 +17,10 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import collect, write_comparison
-from dpmac_cli.studies.tune import tune
+from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.search import secret_place
+from dpmac_cli.studies.tune import TRIAL, tune
+from dpmac_cli.studies.written import write_comparison
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
 from tests.tiers import rest_long
 from tests.typed import dpmac
@@ -179,7 +181,7 @@ def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.promise("ledger")
 def test_a_killed_search_is_removed_without_what_is_not_its_own(tmp_path: Path) -> None:
-    trial = tmp_path / "run" / ".search" / "trial"
+    trial = secret_place(tmp_path / "run") / TRIAL
     trial.mkdir(parents=True)
     unfinished(trial)
     (trial / "thesis.tex").write_text("mine")
@@ -189,10 +191,11 @@ def test_a_killed_search_is_removed_without_what_is_not_its_own(tmp_path: Path) 
     (trial / "thesis.tex").rename(tmp_path / "thesis.tex")
     finish(searched(tmp_path / "run"))
     assert not trial.parent.exists()
-    (tmp_path / "next").mkdir()
-    (tmp_path / "next" / ".search").symlink_to(tmp_path)
+    (tmp_path / "mine").mkdir()
+    secret_place(tmp_path / "next").symlink_to(tmp_path / "mine")
+    (tmp_path / "thesis.tex").rename(tmp_path / "mine" / "thesis.tex")
     finish(searched(tmp_path / "next"))
-    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "mine"
 
 
 def searched(out: Path) -> Iterator[Finished]:

@@ -26,15 +26,8 @@ from dpmac_cli.release.plots import KINDS, write_figure
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
-from dpmac_cli.studies.results import (
-    COMPARE_JSON,
-    COMPARE_MD,
-    collect,
-    finished_report,
-    score_in,
-    study_figure,
-    write_comparison,
-)
+from dpmac_cli.studies.results import collect, finished_report, score_in
+from dpmac_cli.studies.written import COMPARE_JSON, COMPARE_MD, study_figure, write_comparison
 from dpmac_cli.tasks.task import METRICS
 
 #: Folder of the runs of a study, in its own.

@@ -21,7 +21,7 @@ from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
 from dpmac_cli.release.card import QUESTIONS, answered_card, run_page
-from dpmac_cli.studies.results import COMPARE_JSON, study_page
+from dpmac_cli.studies.written import COMPARE_JSON, study_page
 
 #: Answers of a model card, as options.
 ANSWERS: Fields = {

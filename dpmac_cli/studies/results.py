@@ -3,35 +3,23 @@
 import itertools
 import json
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias
-
-from pydantic import ConfigDict, Field, model_validator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
-from dpmac_cli.config.records import AnyNumber
-from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
+from dpmac_cli.errors import InputError
 from dpmac_cli.libraries import special
-from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.release.card import web_page
-from dpmac_cli.release.plots import Point, curves, means
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.headers import Number, Part
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
-from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
+from dpmac_cli.tasks.task import METRICS, EvaluationMetric
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -101,7 +89,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of a study, row by row. :mod:`~dpmac_cli.studies.results` renders them.
+    """Results of a study, row by row. :mod:`~dpmac_cli.studies.written` renders them.
 
     Attributes:
         epsilon: epsilon of all runs of the grid, and what they replaced; 0 if none is private.
@@ -249,269 +237,3 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     ordered = list(enumerate(sorted(p_values)))
     kept = [p for rank, p in ordered if p > level / (len(p_values) - rank)]
     return [p < min(kept, default=math.inf) for p in p_values]
-
-
-SCHEMA_VERSION = 4
-#: Files of a study.
-COMPARE_JSON, COMPARE_MD, COMPARE_CSV = "compare.json", "compare.md", "compare.csv"
-MISSING = "–"
-TEST = (
-    "Bold (**): significantly better than all others in its column (paired two-sided t-test over "
-    f"seeds, {LEVEL:.0%} per column with Holm's method). Otherwise ~: not significantly worse than "
-    "the best mean. With more seeds it may be."
-)
-DIFFERENCES = (
-    "Differences from the best mean of the column, over the same seeds, with the 95% interval of "
-    "each by itself:"
-)
-#: What a test of one pair needs to be significant, in standard deviations of the difference.
-SEEDS_NEEDED = (
-    "Five seeds show only a difference of 1.2 times its standard deviation over the seeds, ten 0.7 "
-    "times. Use --seeds 5 or more."
-)
-NO_TEST = (
-    "Nothing is marked as best: with fewer than five finished runs per row, a difference cannot be "
-    f"told from chance. {SEEDS_NEEDED}"
-)
-PART_TEST = f"Rows with fewer than five finished runs are not tested. {SEEDS_NEEDED}"
-SEEDS = (
-    "Seeds are given, so epsilons hold only against attackers who do not know the seeds: train a "
-    "model that you publish without one."
-)
-ONE_SEED = (
-    " The total is for runs drawn independently: those of one seed share batches and noise, which "
-    "can be subtracted from two of their models. Publish at most one of them."
-)
-OTHERS = " Other runs on the same records add to the cost, also those deleted or replaced."
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of compare.json: ``rows`` for programs, and remarks."""
-    grid = comparison.grid
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "dataset": grid.plan.facts.typed,
-        "delta": grid.plan.settings.delta,
-        "metric": grid.plan.settings.metric,
-        "axes": list(grid.axes),
-        "column": grid.column,
-        "rows": list(_rows(comparison)),
-        "epsilon_of_the_study": finite_or_none(comparison.epsilon),
-        "remarks": remarks(comparison),
-    }
-
-
-def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the cells of a comparison as JSON values."""
-    for cell in comparison.cells:
-        yield _row(cell, comparison.differences.get((cell.labels, cell.column)))
-
-
-def _row(cell: Cell, difference: Difference | None) -> dict[str, Any]:
-    return {
-        **dict(cell.labels),
-        "sigma": cell.sigma,
-        "epsilon": finite_or_none(cell.epsilon),
-        "mean": finite_or_none(cell.mean),
-        "std": cell.std,
-        "seeds": len(cell.values),
-        "values": {str(seed): finite_or_none(value) for seed, value in cell.values.items()},
-        "failures": {str(seed): why for seed, why in cell.failures.items()},
-        "standing": cell.standing,
-        "difference": None if difference is None else difference.mean,
-        "difference_interval": None if difference is None else [difference.low, difference.high],
-        "training_seconds": finite_or_none(cell.seconds),
-    }
-
-
-def as_csv(comparison: Comparison) -> str:
-    """Return one line per cell."""
-    rows = list[dict[str, Any]]()
-    for row in _rows(comparison):
-        low, high = row.pop("difference_interval") or (None, None)
-        rows.append({**row, "difference_low": low, "difference_high": high})
-    return to_csv([name for name in rows[0] if name not in ("values", "failures")], rows)
-
-
-def as_markdown(comparison: Comparison) -> str:
-    """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
-    epsilons: dict[float, float] = {}  # largest epsilon of one run in each column
-    for cell in comparison.cells:
-        epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
-    worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
-    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.settings.metric]
-    by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
-    for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
-        cells = [by_place.get((labels, column)) for column in epsilons]
-        seconds = [cell.seconds for cell in cells if cell and cell.values]
-        time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), time])
-    columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
-    parts = [_table(["", *columns, "a run takes"], rows), *remarks(comparison)]
-    compared = comparison.differences
-    apart = [
-        [_as_cell(labels), *(_difference(compared.get((labels, c)), metric) for c in epsilons)]
-        for labels in dict.fromkeys(labels for labels, _ in compared)
-    ]
-    if apart:
-        parts += [DIFFERENCES, _table(["", *columns], apart)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table in Markdown."""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(map(str.ljust, cells, widths))} |"
-        for cells in (head, ["-" * width for width in widths], *rows)
-    )
-
-
-def _as_cell(labels: Labels) -> str:
-    return row_name(labels).replace("|", "\\|")
-
-
-def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
-    """Write a comparison in all formats, and their checksums last; return what is in each file."""
-    texts = {
-        COMPARE_JSON: to_json(as_json(comparison)),
-        COMPARE_CSV: as_csv(comparison),
-        COMPARE_MD: as_markdown(comparison),
-    }
-    for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
-        (out / name).unlink(missing_ok=True)
-    for name, content in texts.items():
-        write_atomically(out / name, content.encode())
-    folder.seal(out, texts)
-    return texts
-
-
-#: Largest number of characters of a label in a figure.
-LONGEST = 500
-
-
-class _Row(Part):
-    """A row of compare.json. Its other keys are labels, by the names of the axes."""
-
-    model_config = ConfigDict(extra="allow")
-
-    sigma: Number
-    epsilon: Number | None
-    mean: AnyNumber | None
-    std: Number | None
-
-
-class _Study(Part):
-    """Values of compare.json that a web page shows."""
-
-    schema_version: int
-    dataset: str
-    metric: Literal[tuple(METRICS)]  # type: ignore[valid-type]
-    axes: Annotated[tuple[str, ...], Field(min_length=1, max_length=100)]
-    column: Literal["sigma", "epsilon"]
-    rows: Annotated[tuple[_Row, ...], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for row in self.rows:
-            labels = [getattr(row, axis, None) for axis in self.axes]
-            if not all(isinstance(label, str) and len(label) <= LONGEST for label in labels):
-                raise ValueError("a row has no label of an axis, or one that is too long")
-            if getattr(row, self.column) is None:
-                raise ValueError(f"a row has no {self.column}")
-        return self
-
-
-def study_page(out: Path) -> str:
-    """Return a web page of a study, from the files of :func:`write_comparison`.
-
-    Raises InputError if its files cannot be read.
-    """
-    remedy = "Use the output folder of dpmac compare."
-    _, table = folder.read_run_file(out, COMPARE_MD, remedy)
-    file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
-    try:
-        study = _Study.model_validate_json(values, strict=True).model_dump()
-    except ValueError as failure:
-        why = first_fault(failure)
-        raise InputError(f"{file} is not a comparison of dpmac ({why}). {remedy}") from failure
-    if study["schema_version"] != SCHEMA_VERSION:
-        raise InputError(f"{file} was written by another version of dpmac: compare again.")
-    title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
-    picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
-    return web_page(title + table.decode(), {"The same as a picture": picture})
-
-
-def study_figure(grid: Grid) -> "Figure":
-    """Draw the mean score of each cell over epsilon, and over epochs, from its finished runs."""
-    metric = METRICS[grid.plan.settings.metric]
-    cells = dict[str, list[Point]]()
-    groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
-    for (labels, column), runs in groups:
-        points = [*_course(runs, metric)]
-        if points:
-            cells[f"{row_name(labels)}, {grid.column} {column:g}"] = points
-    return curves(cells, metric.title, share=metric.share)
-
-
-def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
-    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl."""
-    scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
-    for run in runs:
-        if finished_report(run) is None:
-            continue
-        for text in (run.folder / folder.METRICS).read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            if (score := line.get(metric.logged)) is not None:
-                scores[line["epoch"]].append(score)
-                spent[line["epoch"]] = line["epsilon"]
-    for epoch in sorted(scores):
-        yield Point(epoch, spent[epoch], fmean(scores[epoch]))
-
-
-def _shown(value: float, metric: EvaluationMetric) -> str:
-    """Return a value of a metric, of a share in percent."""
-    return f"{100 * value:.2f}" if metric.share else number(value)
-
-
-def _difference(difference: Difference | None, metric: EvaluationMetric) -> str:
-    """Return the difference of a cell from the best mean, with its interval."""
-    if difference is None:
-        return MISSING
-    mean, low, high, _ = difference
-    return f"{_shown(mean, metric)} [{_shown(low, metric)}, {_shown(high, metric)}]"
-
-
-def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
-    """Return mean and spread, of shares in percent; bold if best, with a tilde if tied."""
-    if cell is None or math.isnan(cell.mean):
-        return MISSING
-    spread = "" if cell.std is None else f" ± {_shown(cell.std, metric)}"
-    text = f"{_shown(cell.mean, metric)}{spread}"
-    return {"best": f"**{text}**", "tied": f"{text} ~"}.get(cell.standing, text)
-
-
-def remarks(comparison: Comparison) -> list[str]:
-    """Return remarks on significance, on the cost of all runs, and on seeds and other runs."""
-    rivals = Counter(cell.column for cell in comparison.cells)
-    tested = Counter(cell.column for cell in comparison.cells if cell.tested)
-    said = []
-    if max(tested.values(), default=0) > 1:
-        said.append(TEST)
-        if any(cell.values and not cell.tested for cell in comparison.cells):
-            said.append(PART_TEST)
-    elif max(rivals.values()) > 1:
-        said.append(NO_TEST)
-    epsilon, cells = comparison.epsilon, comparison.cells
-    if not math.isfinite(epsilon) or epsilon == 0:
-        return said
-    open_ends = sum(len(cell.failures) for cell in cells)
-    runs = open_ends + sum(len(cell.values) for cell in cells)
-    counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
-    if runs > 1 or epsilon > cells[0].epsilon:
-        said.append(
-            f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
-            "records: publishing anything learnt from all of them, such as which is best, costs "
-            f"{cost_in_words(epsilon, comparison.grid.plan.settings.delta)} in total."
-        )
-    return [*said, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]
