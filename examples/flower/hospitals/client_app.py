@@ -1,5 +1,7 @@
 """What runs in a hospital."""
 
+import os
+
 from dpmac_cli import Poisson, Silo
 from dpmac_cli.silo.flower import client_app
 from hospitals.task import ROUNDS, SILOS, Net, loss, records_of
@@ -9,8 +11,9 @@ def make_silo(context):
     """Return the silo of this node, with its account on disk."""
     hospital = context.node_config["partition-id"]
     records = records_of(hospital)
+    accounts = os.environ.get("ACCOUNTS", "accounts")  # the same folder at every start
     return Silo(
-        f"accounts/{hospital}",
+        f"{accounts}/{hospital}",
         Net(),
         loss,
         records,
