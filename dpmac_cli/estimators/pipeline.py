@@ -14,21 +14,21 @@ SHAPES_ALONE = (
     *("PolynomialFeatures", "GaussianRandomProjection", "SparseRandomProjection"),
     "PolynomialCountSketch",
 )
-SCALED = "leave it out: the estimator scales columns by their public bounds="
+SCALED = "Leave it out: the estimator scales columns by their public bounds="
 #: What to use instead of steps that learn from records.
 INSTEAD: Mapping[str, str] = {
     "StandardScaler": SCALED,
     "MinMaxScaler": SCALED,
     "MaxAbsScaler": SCALED,
     "RobustScaler": SCALED,
-    "OneHotEncoder": "declare its categories: OneHotEncoder(categories=[...])",
-    "OrdinalEncoder": "declare its categories: OrdinalEncoder(categories=[...])",
-    "TfidfVectorizer": "HashingVectorizer, or texts themselves and backbone='minilm'",
-    "CountVectorizer": "HashingVectorizer, or a public vocabulary=",
-    "SimpleImputer": "strategy='constant' with a public fill_value",
-    "KBinsDiscretizer": "FunctionTransformer with public edges of the bins",
+    "OneHotEncoder": "Declare its categories: OneHotEncoder(categories=[...])",
+    "OrdinalEncoder": "Declare its categories: OrdinalEncoder(categories=[...])",
+    "TfidfVectorizer": "Use HashingVectorizer, or texts themselves and backbone='minilm'",
+    "CountVectorizer": "Use HashingVectorizer, or a public vocabulary=",
+    "SimpleImputer": "Use strategy='constant' with a public fill_value",
+    "KBinsDiscretizer": "Use a FunctionTransformer with public edges of the bins",
 }
-OTHERWISE = "a FunctionTransformer with public constants, or leave it out"
+OTHERWISE = "Use a FunctionTransformer with public constants, or leave it out"
 
 
 def private_pipeline(*steps: Any, memory: Any = None, verbose: bool = False) -> Pipeline:
@@ -49,7 +49,7 @@ def private_pipeline(*steps: Any, memory: Any = None, verbose: bool = False) -> 
     """
     pipeline = make_pipeline(*steps, memory=memory, verbose=verbose)
     raise_errors(
-        f"{name}: {type(step).__name__} learns from the records, which epsilon does not cover. Use "
+        f"{name}: {type(step).__name__} learns from the records, which epsilon does not cover. "
         f"{INSTEAD.get(type(step).__name__, OTHERWISE)}."
         for name, step in _learning(pipeline, "")
     )
