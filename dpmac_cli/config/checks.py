@@ -362,6 +362,8 @@ def _copies(number: int, what: str, dataset: str) -> str:
 
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
+    if found.inferred == ("classes",) and found.schema is not None:
+        return "add classes=."
     if found.schema is not None:
         return "add classes= and kinds=, or pass a schema."
     (channels, *size), names = found.records.shape, ",".join(found.task.names)

@@ -16,7 +16,7 @@ NOT_COVERED = (
 )
 OWN_WORD = (
     "All of this is the silos' own word: nobody else can check how much noise a silo added. Each "
-    "silo's account says what it spent (dpmac account LEDGER)."
+    "silo's account says what it spent (dpmac account FOLDER)."
 )
 
 

@@ -46,7 +46,7 @@ from dpmac_cli.training.reading import Checked
 #: All that a failure may say to a server. None depends on a record.
 LOCKED = "This silo is in use by another process."
 USED_UP = "The privacy budget of this silo is used up."
-REFUSED = "The silo refused the request. Its folder says why."
+REFUSED = "The silo refused the request. problems.txt in its folder says why."
 #: Settings of a PrivateStep that a silo chooses itself.
 CHOSEN = ("sigma", "epochs", "max_epsilon", "seed", "account")
 
