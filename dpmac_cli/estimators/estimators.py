@@ -20,6 +20,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.data.column_schema import Label
 from dpmac_cli.errors import InputError, as_keywords
 from dpmac_cli.estimators.budget import Budget
 from dpmac_cli.estimators.records import (
@@ -30,6 +31,7 @@ from dpmac_cli.estimators.records import (
     is_frame,
     schema_from,
     table_with,
+    words_in,
 )
 from dpmac_cli.files import write_atomically
 from dpmac_cli.release.prediction import Predictions, predict
@@ -56,7 +58,8 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             they are None.
         bounds: public range of numbers, (low, high), each one number or one per column. It is not
             read from the records. Images (uint8 of three or four dimensions) and texts have none.
-        schema: schema of a data frame: a file, or the contents of one.
+        schema: schema of a data frame: a file, or the contents of one. Its label declares the
+            classes, or the range of the numbers to predict, where these are not given.
         kinds: instead of a schema, the kind of each column of a frame by its name.
         budget: what all fits on the same records may cost together; None for each by itself.
         random_state: seed, for reproducible fits: there is no privacy against who knows it.
@@ -147,10 +150,21 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         """Return whether records are a data frame whose columns are declared."""
         return is_frame(X) and (self.schema is not None or self.kinds is not None)
 
+    def _declared_label(self, X: Any) -> Label | None:
+        """Return what the schema of a frame says of its label; None without a schema."""
+        if self.schema is None or not self._is_framed(X):
+            return None
+        return schema_from(self.schema, self.kinds).label
+
     def _checked_with(self, X: Any, y: ArrayLike, **how: Any) -> tuple[Any, NDArray[Any]]:
         """Return records and targets, numbers as an array. Raises ValueError for other shapes."""
         if self._is_framed(X) or are_texts(X) or are_images(X):
             return X, column_or_1d(y, warn=True)
+        if words := words_in(X):
+            raise InputError(
+                f"Columns of words: {', '.join(words)}. Declare the kind of each column, with "
+                'kinds={"age": "number", "job": "category"} or schema=, not bounds=.'
+            )
         records, targets = validate_data(self, X, y, **how)
         return records, targets
 
@@ -224,7 +238,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         _refuse(others)
         X, labels = self._checked_with(X, y)
         check_classification_targets(labels)
-        self.classes_ = np.unique(labels) if self.classes is None else np.asarray(self.classes)
+        declared = self._declared_classes(X, labels)
+        self.classes_ = np.unique(labels) if declared is None else np.asarray(declared)
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
         names = [str(label) for label in self.classes_]
@@ -234,7 +249,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
             raise InputError(f"y has {len(strange)} labels that are not in classes=.")
         codes = np.array([places[label] for label in labels.tolist()], np.int64)
         data = self._data(X, codes, unit, {"classes": names}, classes=names)
-        if self.classes is None:
+        if declared is None:
             found = ("classes",)
             data = InMemoryData(data.path, data.arrays, data.frame, data.schema, found)
         return self._train(
@@ -244,6 +259,16 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
             shares=self._by_class(self.shares),
             threshold=self.threshold,
         )
+
+    def _declared_classes(self, X: Any, labels: NDArray[Any]) -> Sequence[Any] | None:
+        """Return the public labels of the classes, in the type of ``labels``; None if not given."""
+        label = self._declared_label(X)
+        if self.classes is not None or label is None or not label.classes:
+            return self.classes
+        names = [str(name) for name in label.classes]
+        if labels.dtype.kind == "b":
+            return [name == "True" for name in names]
+        return names if labels.dtype.kind in "OUT" else [*map(labels.dtype.type, names)]
 
     def _by_class(self, values: Mapping[Any, float] | str | None) -> list[float] | str | None:
         """Return numbers in the order of the classes; 1 for those without one."""
@@ -298,11 +323,14 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
                 "target_bounds=(low, high) is missing: the public range of the numbers to predict. "
                 "Base it on what they mean, not on y, which is private."
             )
-        transform = self.target_transform
+        bounds, transform = self.target_bounds, self.target_transform
+        known = self._declared_label(X)
+        if bounds is None and known is not None and known.range is not None:
+            bounds, transform = known.range, transform or known.transform
         label: dict[str, Any] = {"type": "number"}
         declared: dict[str, Any] = {"target_transform": transform, "target_name": "y"}
-        if self.target_bounds is not None:
-            low, high = map(float, self.target_bounds)
+        if bounds is not None:
+            low, high = map(float, bounds)
             label |= {"range": [low, high], "transform": transform or "none"}
             declared |= {"target_low": low, "target_high": high}
         return self._train(self._data(X, targets, unit, label, **declared), unit, loss=self.loss)

@@ -29,6 +29,15 @@ def is_frame(records: Any) -> bool:
     return hasattr(type(records), "columns") or isinstance(records, pa.Table)
 
 
+def words_in(records: Any) -> list[str]:
+    """Return the names of a data frame's columns that hold words or other objects."""
+    if not is_frame(records):
+        return []
+    fields = table_of(records).schema
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
+    return [field.name for field in fields if not any(of(field.type) for of in numbers)]
+
+
 def are_texts(records: Any) -> bool:
     """Return whether records are texts: a list of str, or an array of one dimension of them."""
     one = isinstance(records, list | tuple) or getattr(records, "ndim", 0) == 1
@@ -57,6 +66,8 @@ def arrays_of(
         return ArrayData(records, targets, **declared)
     if bounds is None:
         raise InputError(NO_BOUNDS)
+    if isinstance(bounds, str) or len(np.shape(bounds)) == 0 or len(bounds) != 2:
+        raise InputError(f"bounds must be two, (low, high), not {bounds!r}.")
     low, high = bounds
     return ArrayData(records, targets, low=low, high=high, **declared)
 

@@ -116,6 +116,9 @@ class Silo:
     ) -> None:
         if chosen := sorted(settings.keys() & set(CHOSEN)):
             raise InputError(f"A silo has no {', '.join(chosen)}: noise is new in every round.")
+        for name, count in (("rounds", rounds), ("steps", steps), ("silos", silos)):
+            if not isinstance(count, int) or count < 1:
+                raise InputError(f"{name} must be a whole number from 1, not {count!r}.")
         if carried_by(network, loss):
             raise InputError("The network was trained privately before. Start from public weights.")
         if sampling.sampler != "poisson" and steps % sampling.steps_per_epoch:

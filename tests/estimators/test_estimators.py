@@ -117,6 +117,30 @@ def test_a_frame_is_declared_by_kinds_or_a_schema() -> None:
         PrivateClassifier(schema=declared, kinds=KINDS).fit(frame(), Y)
 
 
+def test_the_label_of_a_schema_declares_classes_and_ranges() -> None:
+    columns = {"age": {"range": [-4, 4]}, "job": {"categories": ["nurse", "clerk"]}}
+    classes = {"columns": columns, "label": {"column": "risk", "classes": ["low", "high", "none"]}}
+    fitted = PrivateClassifier(epsilon=8, schema=classes, **SHORT).fit(frame(), Y)
+    assert fitted.classes_.tolist() == ["low", "high", "none"]
+    assert fitted.report_["data"]["taken_from_records"] == []
+    classes = {"columns": columns, "label": {"column": "risk", "classes": ["0", "1"]}}
+    coded = (Y == "high").astype(int)
+    numbered = PrivateClassifier(epsilon=8, schema=classes, **SHORT).fit(frame(), coded)
+    assert numbered.classes_.tolist() == [0, 1]
+    ranged = {"columns": columns, "label": {"column": "risk", "range": [-8, 8]}}
+    found = PrivateRegressor(epsilon=50, schema=ranged, **SHORT).fit(frame(), X[:, 0])
+    assert found.report_["data"]["target"]["low"] == -8
+    assert "risk" not in (found.report_["data"]["ranges"] or {})
+
+
+def test_a_message_about_words_or_bounds_quotes_no_cell() -> None:
+    with pytest.raises(InputError, match="Columns of words: job"):
+        PrivateClassifier(bounds=(0, 1)).fit(frame(), Y)
+    for bounds in (16, "ab", (1, 2, 3)):
+        with pytest.raises(InputError, match="must be two"):
+            classifier(bounds=bounds).fit(X, Y)
+
+
 def test_the_range_of_a_frame_s_target_is_found_within_epsilon() -> None:
     fitted = PrivateRegressor(epsilon=50, kinds=KINDS, **SHORT).fit(frame(), X[:, 0])
     assert fitted.predict(frame()).shape == (RECORDS,)
