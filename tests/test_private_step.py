@@ -689,6 +689,19 @@ def test_a_training_keeps_to_the_budget_of_its_account(tmp_path: Path) -> None:
         started(account=Account.open(path), **settings)
 
 
+@pytest.mark.promise("target")
+def test_a_training_composes_as_its_adaptive_account_does(tmp_path: Path) -> None:
+    """Also the next one, on a network that carries what was chosen after results were seen."""
+    path = tmp_path / "account.json"
+    account = Account.create(path, delta=1e-5, epsilon=20, adaptive=True)
+    step = started(account=account)
+    trained(step, Notes())
+    assert step.epsilon == account.epsilon > counted(6)
+    assert "the guarantee is the account's target, epsilon 20" in step.statement
+    elsewhere = PrivateStep(step.model, loss, sampling=POISSON, **SETTINGS)
+    assert elsewhere.epsilon == account.epsilon
+
+
 @pytest.mark.promise("allocation")
 def test_an_epoch_begins_in_the_account_as_a_whole(tmp_path: Path) -> None:
     drawn = RandomAllocation(n=RECORDS, batch_size=BATCH)

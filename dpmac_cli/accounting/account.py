@@ -239,9 +239,10 @@ class Account:
 
     def cost(self, events: tuple[TrainingEvent, ...]) -> float:
         """Return epsilon of some events on these records."""
-        if self.order is None:
+        orders = [each.order for each in (*self.earlier, self) if each.order is not None]
+        if not orders:
             return total_epsilon(events, self.delta)
-        return epsilon_at_order(events, self.delta, self.order)
+        return epsilon_at_order(events, self.delta, min(orders))
 
     def record_before(self, event: TrainingEvent) -> None:
         """Record an event, which is about to begin, where the account is kept."""
@@ -400,7 +401,12 @@ class Account:
             return "Nothing was released of these records: epsilon is 0."
         unit = RECORD if self.unit == RECORD_UNIT else UNIT
         said = statement(self.cost(events), self.delta, events, unit, seeded=self.seeded)
-        return said if self.order is None else f"{said} {ADAPTIVE.format(self.target)}"
+        return " ".join((said, *self.on_choices))
+
+    @property
+    def on_choices(self) -> tuple[str, ...]:
+        """Return what holds for events that were chosen after results of earlier ones were seen."""
+        return () if self.order is None else (ADAPTIVE.format(self.target),)
 
     def bound(self, step: int) -> float:
         """Return an upper bound of epsilon up to a step of the training, exact for its last one."""

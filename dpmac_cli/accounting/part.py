@@ -61,11 +61,18 @@ class Part(Account):
         """Return the target; infinity without."""
         return math.inf if self.target is None else self.target
 
+    @property
+    def on_choices(self) -> tuple[str, ...]:
+        """Return what holds for events of the account of the records: see :class:`Account`."""
+        return self.shared.on_choices
+
     def alone(self) -> Account:
         """Return a copy of what has begun, in memory and without earlier accounts."""
         return Account(
             others=self.own,
             delta=self.delta,
+            target=self.shared.target,
+            order=self.order,
             unit=self.unit,
             secure=self.secure,
             number=self.number,

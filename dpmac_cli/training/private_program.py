@@ -150,7 +150,8 @@ class PrivateProgram(Unshared):
         """Return the meaning of the guarantee."""
         unit, account = self._plan.unit, self._account
         seeded = account.seeded
-        return statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
+        said = statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
+        return " ".join((said, *account.on_choices))
 
     @property
     def lr(self) -> float:
@@ -191,5 +192,5 @@ def account_of(plan: Plan, whole: Account | None, **values: Any) -> Account:
     values = {**plan.of_account, **values}
     if whole is None:
         return Account(**values)
-    values["target"] = plan.settings.epsilon
+    values |= {"target": plan.settings.epsilon, "order": whole.order}
     return Part(shared=whole, number=whole.number, reserved=values.get("begun", 0), **values)
