@@ -166,6 +166,19 @@ def test_an_account_in_use_is_waited_for(file: Path, monkeypatch: pytest.MonkeyP
     assert account.events == (OTHER,)
 
 
+@pytest.mark.promise("ledger")
+def test_a_link_is_the_account_that_it_names(file: Path) -> None:
+    """Writing replaces files: of a link, it would make another account."""
+    account, link = Account.create(file, delta=DELTA), file.with_name("link.json")
+    link.symlink_to(file)
+    Account.open(link).begin(OTHER)
+    assert link.is_symlink()
+    assert account.events == Account.open(file).events == Account.open(link).events == (OTHER,)
+    dangling = file.with_name("dangling.json")
+    dangling.symlink_to(file.with_name("new.json"))
+    assert Account.create(dangling, delta=DELTA).path == file.with_name("new.json").resolve()
+
+
 # Copies.
 
 

@@ -166,7 +166,7 @@ class Account:
         if adaptive and epsilon is None:
             raise InputError("adaptive=True needs an epsilon, which is fixed beforehand.")
         order = order_for(epsilon, delta) if adaptive and epsilon is not None else None
-        file = Path(path).absolute()
+        file = Path(path).resolve()
         account = Account(path=file, delta=delta, target=epsilon, unit=unit, order=order)
         with account._held_file():
             if os.path.lexists(file):
@@ -183,7 +183,7 @@ class Account:
 
         Raises InputError if the file is missing, damaged, or none of an account.
         """
-        return _read(Path(path).absolute())
+        return _read(Path(path).resolve())
 
     def begin(self, event: TrainingEvent) -> None:
         """Count an event that is about to use records, or a part of it that is left out.
