@@ -303,6 +303,31 @@ def inputs_at(x: Any, places: slice) -> Any:
     return x.read(places) if isinstance(x, Rows) else x[places]
 
 
+OPEN_LABELS: tuple[dict[str, Any], ...] = (
+    {"column": "y", "classes": ["0", "1"]},
+    {"column": "y", "type": "number"},
+)
+
+
+@pytest.mark.promise("audit")
+@pytest.mark.parametrize("label", OPEN_LABELS)
+def test_no_crafted_record_depends_on_another_record(label: dict[str, Any]) -> None:
+    """Also where no range is declared: a record that changed others would count many times."""
+    x, y = 20.0 + np.arange(60), np.arange(60) % 2
+    schema = {"columns": {"income": {"type": "number"}}, "label": label}
+    frame = pd.DataFrame({"income": x, "y": y})
+    made = list[Any]()
+    for records in (frame, frame.drop(index=7), frame.assign(income=3 * x)):
+        data = from_dataframe(records.reset_index(drop=True), schema)
+        audited = read(Settings(dataset=data, canaries=40, seed=SEED, test_fraction=0))
+        assert audited.crafted is not None
+        made.append(audited.crafted)
+    for other in made[1:]:
+        assert (made[0].records.x == other.records.x).all()
+        assert (made[0].records.y == other.records.y).all()
+        assert (made[0].coins == other.coins).all()
+
+
 @pytest.mark.promise("audit")
 def test_crafted_inputs_are_as_a_row_of_a_table_may_be() -> None:
     found = read(Settings(dataset=table(), canaries=200))

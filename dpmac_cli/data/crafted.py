@@ -20,6 +20,9 @@ from dpmac_cli.tasks.task import Task
 
 #: Part of the seed of crafted records, so that no other random numbers are theirs.
 PART = 84
+#: Standard deviation of values whose range is not declared. None is that of a record of the
+#: dataset, which would then change others.
+OPEN = 1000.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,7 @@ def crafted_records(
         records: what the records of the dataset are.
         task: what is predicted.
         count: K.
-        like: records of the dataset, as its reader returns them. Where neither values nor a range
-            are declared, a value is that of any of them.
+        like: records of the dataset, as its reader returns them. Their shapes alone are used.
         seed: seed of the run; None for random numbers of the operating system.
     """
     rng = np.random.default_rng(None if seed is None else [seed, PART])
@@ -67,13 +69,13 @@ def crafted_records(
     if isinstance(records, Images):
         x: NDArray[Any] = rng.integers(0, 256, (count, *records.shape), np.uint8)
     else:
-        x = _numbers(records, count, like.x, rng)
+        x = _numbers(records, count, rng)
     return Candidates(
-        x.reshape(count, *like.x.shape[1:]), _targets(task, count, like.y, rng), coins
+        x.reshape(count, *like.x.shape[1:]), _targets(task, count, like.y.shape[1:], rng), coins
     )
 
 
-def _numbers(records: Records, count: int, like: Any, rng: np.random.Generator) -> NDArray[Any]:
+def _numbers(records: Records, count: int, rng: np.random.Generator) -> NDArray[Any]:
     """Return random rows or arrays of numbers in their public ranges, shape (K, ...)."""
     assert isinstance(records, Numbers)  # noqa: S101  (images have none)
     sides = (1,) * (len(records.shape) - 1)
@@ -86,7 +88,7 @@ def _numbers(records: Records, count: int, like: Any, rng: np.random.Generator) 
         for kind, part in records.parts:
             width = part.stop - part.start
             if kind == "open":
-                x[:, part] = like[rng.integers(0, len(like), count), part]
+                x[:, part] = _open((count, width), rng)
             elif kind == "one-hot":
                 x[:, part] = np.eye(width)[rng.integers(0, width, count)]
             elif kind in ("flag", "boolean"):
@@ -97,12 +99,18 @@ def _numbers(records: Records, count: int, like: Any, rng: np.random.Generator) 
     return numbers
 
 
-def _targets(task: Task, count: int, like: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
-    """Return random classes, or numbers in their range, as a reader returns them; (K, ...)."""
+def _open(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return random whole numbers where no range is declared."""
+    return np.rint(OPEN * rng.standard_normal(shape))
+
+
+def _targets(
+    task: Task, count: int, shape: tuple[int, ...], rng: np.random.Generator
+) -> NDArray[Any]:
+    """Return random classes, or numbers in their range, as a reader returns them; (K, *shape)."""
     if isinstance(task, Regression):
         if task.open:
-            drawn: NDArray[Any] = like[rng.integers(0, len(like), count)]
-            return drawn
+            return _open((count, *shape), rng)
         return rng.uniform(task.low, task.high, (count, 1))
     if task.labelled:
         return rng.integers(0, task.outputs, count)
