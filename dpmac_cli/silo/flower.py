@@ -44,7 +44,7 @@ def answer(make_silo: Callable[[Context], Silo], message: Message, context: Cont
                 str(context.run_id),
                 config["server-round"],
                 arrays.to_torch_state_dict(),
-                seen=seen.get(silo.name, 0),
+                seen=max(seen.get(name, 0) for name in (silo.name, _node(context.node_id))),
             )
     except SiloError as failure:
         said = str(failure)
@@ -60,11 +60,16 @@ def answer(make_silo: Callable[[Context], Silo], message: Message, context: Cont
     raise SiloError(said)  # not within the handler, so that nothing else is attached
 
 
+def _node(number: int) -> str:
+    """Return what the server calls a node: a silo that was deleted comes back with another name."""
+    return f"node {number}"
+
+
 class SiloAvg(FedAvg):
     """Mean of the silos' weights, all equal, which keeps their claims.
 
-    It tells the silos what the server has seen, so that one whose account was deleted or restored
-    notices.
+    It tells the silos what the server has seen of them, and of their nodes, so that one whose
+    account was restored notices, and one that was deleted within a run.
 
     Args:
         claims: claims of earlier runs.
@@ -77,12 +82,13 @@ class SiloAvg(FedAvg):
     def __init__(self, *, claims: Iterable[Claim] = (), **settings: Any) -> None:
         super().__init__(fraction_evaluate=0.0, **settings)
         self.claims = list(claims)
+        self._of_nodes: dict[str, int] = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Add the largest number of steps that was seen of each silo."""
-        seen: dict[str, int] = {}
+        """Add the largest number of steps that was seen of each silo, and of each node."""
+        seen = dict(self._of_nodes)
         for claim in self.claims:
             seen[claim.silo] = max(claim.begun, seen.get(claim.silo, 0))
         config["silos"], config["seen"] = [*seen], [*seen.values()]
@@ -95,5 +101,8 @@ class SiloAvg(FedAvg):
         received = list(replies)
         for reply in received:
             if reply.has_content():
-                self.claims.append(Claim(**dict(reply.content["claim"])))
+                claim = Claim(**dict(reply.content["claim"]))
+                self.claims.append(claim)
+                node = _node(reply.metadata.src_node_id)
+                self._of_nodes[node] = max(claim.begun, self._of_nodes.get(node, 0))
         return super().aggregate_train(server_round, received)

@@ -207,8 +207,9 @@ class Silo:
             run: name of the server's run, whose rounds are numbered from 1.
             number: number of the round.
             weights: parameters by name, such as the average of the last round. Others are ignored.
-            seen: the largest ``claim.begun`` that the server has had from this silo. A folder that
-                was deleted or restored counts less, and is refused.
+            seen: the largest ``claim.begun`` that the server has had from this place. A folder that
+                was deleted or restored counts less, and is refused. One that was deleted has
+                another name: keep the number by place, not by ``claim.silo`` alone.
 
         Raises:
             SiloError: with a text that may be shown to the server. The reason is in the folder's
