@@ -8,7 +8,7 @@ released is counted, and a request that is repeated gets the reply that was writ
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.part import Part
+from dpmac_cli.dp.clipping.batches import Batch, map_rows
 from dpmac_cli.errors import BudgetError, DpmacError, InputError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.trial_samples import BatchLoss
+from dpmac_cli.models.trial_samples import BatchLoss, device_of
 from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.silo.claims import Claim
 from dpmac_cli.silo.rounds import (
@@ -77,8 +78,8 @@ class Silo:
             reply = silo.round(run, number, weights, seen=begun)
 
     Every step is in an account on disk before a record is read. All records are read and checked
-    when the silo is created; one that cannot be read later adds nothing, so that no reply depends
-    on whether it can.
+    when the silo is created, and the loss of each is computed, so that none makes a round fail; one
+    that cannot be read later adds nothing, so that no reply depends on whether it can.
 
     Args:
         folder: folder of this silo's account, of these records alone. It must not be deleted or
@@ -128,10 +129,12 @@ class Silo:
             )
         self.folder = Path(folder).absolute()
         self._network, self._sampling, self._steps = network, sampling, steps
-        self._records = Checked(records, settings.get("example"), sampling.n)
+        weigh = settings.get("weights")
+        use = _used_by(network, (loss,) if weigh is None else (loss, lambda _, batch: weigh(batch)))
+        self._records = Checked(records, settings.get("example"), sampling.n, use)
         self._loss = _of_records(loss)
         self._options = {**settings, "example": self._records.example}
-        if weigh := settings.get("weights"):
+        if weigh is not None:
             self._options["weights"] = lambda batch: weigh(batch["record"])
         plain = {name: v for name, v in settings.items() if isinstance(v, str | int | float)}
         self._settings: dict[str, Any] = {
@@ -375,6 +378,17 @@ class _Step(PrivateStep):
             raise ValueError("a silo's steps need an account")
         self._account.check(self._account.steps(steps))
         self._account.reserve(steps)
+
+
+def _used_by(network: nn.Module, functions: tuple[BatchLoss, ...]) -> Callable[[Batch], None]:
+    """Return a function that runs a copy of a network, and functions of it, on a record."""
+    model, device = copy.deepcopy(network), device_of(network)
+
+    def use(row: Batch) -> None:
+        for function in functions:
+            function(model, map_rows(lambda t: t.to(device), row))
+
+    return use
 
 
 def _of_records(loss: BatchLoss) -> BatchLoss:

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import default_collate
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
-from dpmac_cli.dp.torch_errors import type_and_place
-from dpmac_cli.errors import InputError
+from dpmac_cli.dp.torch_errors import code_of_network, type_and_place
+from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
@@ -292,12 +292,16 @@ class Checked:
         dataset: map-style dataset.
         example: public example of its records, as for a ``PrivateStep``; None without.
         size: number of records that it must have.
+        use: function of a batch of one record, which fails if the network, or a function of the
+            program, cannot be run on it.
 
     Raises:
         InputError: a record cannot be used, differs when it is read again, or is there twice.
     """
 
-    def __init__(self, dataset: Any, example: Batch | None, size: int) -> None:
+    def __init__(
+        self, dataset: Any, example: Batch | None, size: int, use: Callable[[Batch], object]
+    ) -> None:
         if size_of(dataset) != size:
             raise InputError(
                 f"There are {size_of(dataset):,} records, but sampling has n={size:,}."
@@ -310,6 +314,7 @@ class Checked:
             found = joined(self._like, iter([self._records.row(number)]))
             if isinstance(found, Fault):
                 raise InputError(f"Record {number}: {found.why}")
+            _check_use(use, number, found)
         check_reread(self._records, probes(size))
         self.example: Batch | None = None
         if example is not None:
@@ -328,3 +333,13 @@ class Checked:
             "record": map_rows(lambda t: t[0], row),
             "used": torch.tensor(math.nan if lost else 1.0),
         }
+
+
+def _check_use(use: Callable[[Batch], object], number: int, row: Batch) -> None:
+    """Raise InputError if a function of the program fails on a record."""
+    try:
+        with code_of_network(row), torch.no_grad():
+            use(row)
+    except ModelError as failure:
+        # Not raised from the failure, whose message may quote the record.
+        raise InputError(f"Record {number}: {failure}") from None

@@ -475,6 +475,25 @@ def test_records_are_checked_when_a_silo_is_created(folder: Path, change: str) -
 
 
 @pytest.mark.promise("silo")
+def test_a_record_that_no_loss_can_be_computed_of_is_found_before_any_round(folder: Path) -> None:
+    """In a round it would say, by a missing reply, that it was drawn."""
+    records = Patients()
+    records.y[7] = 2
+    with pytest.raises(InputError, match=r"Record 7: The network failed.*An index is out of range"):
+        silo(folder, records)
+
+    def weigh(batch: Any) -> Tensor:
+        if batch[0].equal(Patients().x[7:8]):
+            raise ValueError("patient 7 is 203 years old")
+        return torch.ones(len(batch[1]))
+
+    with pytest.raises(InputError, match="Record 7: ") as failure:
+        silo(folder, weights=weigh)
+    assert "203" not in str(failure.value)
+    assert not folder.exists()
+
+
+@pytest.mark.promise("silo")
 def test_a_failure_says_nothing_of_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = silo(folder)
 
