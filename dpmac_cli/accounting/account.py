@@ -130,7 +130,7 @@ class Account:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path of an account on disk, or a copy of one in memory that is closed."""
         if self.path is not None:
-            return _reopened, (str(self.path), self.number, self.others)
+            return reopened, (str(self.path), self.number, self.others)
         values = {each.name: getattr(self, each.name) for each in fields(Account)}
         return partial(Account, **{**values, "closed": True}), ()
 
@@ -185,7 +185,7 @@ class Account:
         """
         return _read(Path(path).resolve())
 
-    def begin(self, event: TrainingEvent) -> None:
+    def begin(self, event: TrainingEvent, unit: tuple[str, str] | None = None) -> None:
         """Count an event that is about to use records, or a part of it that is left out.
 
         Steps of the planned training add up to one event, which counts whole epochs. Any other
@@ -194,15 +194,21 @@ class Account:
         An account on disk may be of several splits of the records into training and test records,
         so the costs of both add up there.
 
+        Args:
+            event: the event.
+            unit: the unit that it protects, which the account has from its first event on; by
+                default that of the account.
+
         Raises:
             BudgetError: it would exceed the budget. It does not count, and must not run.
             InputError: the account is closed; or its file is missing, damaged, another one's or
-                older than it was. The same holds.
+                older than it was; or it protects another unit. The same holds.
             OSError: the account is on disk, and it cannot be written there. The same holds.
         """
         with self._held():
             event = event if self.path is None else replace(event, records="training")
             self.check(event)
+            self._protect(self.unit if unit is None else unit)
             self.record_before(event)
             if self.is_of_training(event):
                 self.begun += event.steps
@@ -211,6 +217,16 @@ class Account:
             self.others = self._others_with(event)
             if self.remaining and not planned:
                 self._leave_room()
+
+    def _protect(self, unit: tuple[str, str]) -> None:
+        """Protect a unit from the first event on. Raises InputError if it is another one."""
+        if unit != self.unit and self.count:
+            raise InputError(
+                f"The account protects one {self.unit[0]}, and this is for one {unit[0]}: costs of "
+                "different units cannot be added. Use the same unit, or an account of its own for "
+                "other records."
+            )
+        self.unit = unit
 
     def check(self, event: TrainingEvent) -> None:
         """Raise BudgetError if an event would exceed the budget.
@@ -270,7 +286,7 @@ class Account:
                 f"{self.path} counts less than it did before: an older copy was restored, which "
                 "does not know what was released since. Put the latest one back."
             )
-        self.others = now.others
+        self.others, self.unit = now.others, now.unit
 
     def _others_with(self, event: TrainingEvent) -> tuple[TrainingEvent, ...]:
         others = (*self.others, event)
@@ -545,8 +561,11 @@ def _read(path: Path) -> Account:
     )
 
 
-def _reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Account:
-    """Return an account on disk in another process, which counts at least some events."""
+def reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Account:
+    """Return an account on disk in another process, which counts at least some events.
+
+    Raises InputError if the file is missing, damaged, another one's, or counts less.
+    """
     account = _read(Path(path))
     opened = replace(account, number=number, others=others)
     opened.refresh()

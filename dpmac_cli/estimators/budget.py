@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.account import RECORD_UNIT, Account, reopened
 from dpmac_cli.accounting.accountants import order_for
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -30,8 +30,9 @@ class Budget:
         budget = Budget(epsilon=3)
         search = GridSearchCV(PrivateClassifier(epsilon=1, bounds=(0, 16), budget=budget), grid)
 
-    A budget belongs to records: pass the same one to everything that is fitted on them. In memory
-    it belongs to its process, and arrives closed in others; in a file, processes share it.
+    A budget belongs to records: pass the same one to everything that is fitted on them. All fits
+    protect the unit of the first one: a record, or what ``fit(..., unit=)`` tells apart. In memory
+    a budget belongs to its process, and arrives closed in others; in a file, processes share it.
 
     Args:
         epsilon, delta: the largest privacy cost of all fits together.
@@ -56,7 +57,7 @@ class Budget:
         self.path = None if path is None else Path(path).absolute()
         self._account = self._opened()
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._closed = False
+        self._closed, self._lost = False, ""
 
     def _opened(self) -> Account:
         """Return the account of the budget, which is created if it is not in a file yet."""
@@ -95,7 +96,9 @@ class Budget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the file of a budget; one in memory becomes a closed one elsewhere."""
-        return _unpickled, (self.epsilon, self.delta, self.path, self.adaptive)
+        account = self._account
+        numbers = self.epsilon, self.delta, self.adaptive
+        return _unpickled, (numbers, self.path, account.number, account.others)
 
     @property
     def events(self) -> tuple[TrainingEvent, ...]:
@@ -107,13 +110,20 @@ class Budget:
         """Return the privacy cost of all fits so far."""
         return self._account.cost(self.events) if self.events else 0.0
 
-    def begin(self, events: Sequence[TrainingEvent]) -> None:
+    def begin(self, events: Sequence[TrainingEvent], unit: tuple[str, str] = RECORD_UNIT) -> None:
         """Book the events of a fit, before it reads records for its first step.
+
+        Args:
+            events: the events.
+            unit: unit of privacy that the fit protects, as in :class:`~dpmac_cli.Account`.
 
         Raises:
             BudgetError: they would exceed the budget, or it is in the memory of another process.
-            InputError: its file is missing or damaged, or is an older copy.
+            InputError: its file is missing or damaged, or is an older copy; or earlier fits protect
+                another unit.
         """
+        if self._lost:
+            raise InputError(self._lost)
         if self._closed or (self.path is None and os.getpid() != self._process):
             raise BudgetError(CLOSED)
         with self._lock:
@@ -125,11 +135,23 @@ class Budget:
                     "was trained."
                 )
             for event in events:
-                self._account.begin(event)
+                self._account.begin(event, unit)
 
 
-def _unpickled(epsilon: float, delta: float, path: Path | None, adaptive: bool) -> Budget:
-    """Return the budget of a file; one without a file pays for nothing."""
-    budget = Budget(epsilon, delta, path, adaptive=adaptive)
-    budget._closed = path is None
+def _unpickled(
+    numbers: tuple[float, float, bool],
+    path: Path | None,
+    number: str,
+    begun: tuple[TrainingEvent, ...],
+) -> Budget:
+    """Return the budget of a file; one whose file is not here, or without one, pays for nothing."""
+    epsilon, delta, adaptive = numbers
+    budget = Budget(epsilon, delta, adaptive=adaptive)
+    budget.path, budget._closed = path, path is None
+    budget._account.number, budget._account.others = number, begun
+    if path is not None:
+        try:
+            budget._account = reopened(str(path), number, begun)
+        except InputError as failure:
+            budget._lost = str(failure)
     return budget

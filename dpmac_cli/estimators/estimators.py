@@ -121,8 +121,9 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         with tempfile.TemporaryDirectory() as place:
             run = Path(place) / "run"
             resolved = resolve(given, dataset=data, test_fraction=0, out=run)
+            protected = resolved.plan.account_unit[0], ""  # arrays and frames name it otherwise
             if self.budget is not None:
-                self.budget.begin(resolved.plan.planned)
+                self.budget.begin(resolved.plan.planned, protected)
             finished = finish(train(resolved))
             self._files = {
                 name: (run / name).read_bytes()

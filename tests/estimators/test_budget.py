@@ -3,6 +3,7 @@
 import copy
 import multiprocessing
 import pickle
+import shutil
 import stat
 import warnings
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import joblib
+import numpy as np
 import pytest
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -179,6 +181,44 @@ def test_an_older_copy_of_the_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(copied)
     with pytest.raises(InputError, match="counts less than it did before"):
         budget.begin((event,))
+
+
+@pytest.mark.promise("budget")
+def test_a_budget_whose_file_is_gone_spends_nothing(tmp_path: Path) -> None:
+    """A pickled one does not begin another file, and a fitted estimator predicts without it."""
+    file, event = tmp_path / "folder" / "budget", TrainingEvent(0.1, 3.0, 100)
+    file.parent.mkdir()
+    budget = Budget(4, path=file)
+    fitted = pickle.dumps(classifier(budget=budget).fit(X, Y))
+    budget.begin((event,))
+    shutil.rmtree(file.parent)
+    there = pickle.loads(fitted)
+    assert len(there.predict(X)) == len(X)
+    for lost in (there.budget, pickle.loads(pickle.dumps(there)).budget):
+        with pytest.raises(InputError, match="does not exist, so what was spent"):
+            lost.begin((event,))
+        assert len(lost.events) == 2
+    assert not file.parent.exists()
+    file.parent.mkdir()
+    Budget(4, path=file)
+    with pytest.raises(InputError, match="the account of other records"):
+        pickle.loads(fitted).budget.begin((event,))
+
+
+@pytest.mark.promise("budget")
+@pytest.mark.parametrize("name", [None, "budget"])
+def test_a_budget_has_one_unit(tmp_path: Path, name: str | None) -> None:
+    """A record of a person with others is not covered by what those of the others cost."""
+    patients = np.arange(len(Y)) // 4
+    for units in ((None, patients), (patients, None)):
+        budget = Budget(5, path=name and tmp_path / f"{name}{units[0] is None}")
+        classifier(budget=budget).fit(X, Y, unit=units[0])
+        before = budget.events
+        with pytest.raises(InputError, match="costs of different units cannot be added"):
+            classifier(budget=pickle.loads(pickle.dumps(budget)) if name else budget).fit(
+                X, Y, unit=units[1]
+            )
+        assert budget.events == before
 
 
 @pytest.mark.long
