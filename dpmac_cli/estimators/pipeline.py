@@ -15,14 +15,16 @@ SHAPES_ALONE = (
     "PolynomialCountSketch",
 )
 SCALED = "Leave it out: the estimator scales columns by their public bounds="
+ALL = " with all categories, and no minimum or maximum"
 #: What to use instead of steps that learn from records.
 INSTEAD: Mapping[str, str] = {
     "StandardScaler": SCALED,
     "MinMaxScaler": SCALED,
     "MaxAbsScaler": SCALED,
     "RobustScaler": SCALED,
-    "OneHotEncoder": "Declare its categories: OneHotEncoder(categories=[...])",
-    "OrdinalEncoder": "Declare its categories: OrdinalEncoder(categories=[...])",
+    "OneHotEncoder": f"Declare its categories: OneHotEncoder(categories=[...]){ALL}",
+    "OrdinalEncoder": f"Declare its categories: OrdinalEncoder(categories=[...]){ALL}",
+    "TargetEncoder": "Use OneHotEncoder(categories=[...])",
     "TfidfVectorizer": "Use HashingVectorizer, or texts themselves and backbone='minilm'",
     "CountVectorizer": "Use HashingVectorizer, or a public vocabulary=",
     "SimpleImputer": "Use strategy='constant' with a public fill_value",
@@ -72,12 +74,15 @@ def _learning(step: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_public(step: Any) -> bool:
-    """Return whether all that a step would learn is declared."""
-    if type(step).__name__ in SHAPES_ALONE:
-        return True
-    categories = getattr(step, "categories", None)
-    if categories is not None:
-        return not isinstance(categories, str)
-    if type(step).__name__ == "SimpleImputer":
+    """Return whether all that a step would learn is declared.
+
+    By the name of the step: others with the same parameters learn more, as ``TargetEncoder`` does
+    with ``categories`` and ``TfidfVectorizer`` with a ``vocabulary``.
+    """
+    name = type(step).__name__
+    if name in ("OneHotEncoder", "OrdinalEncoder"):
+        rare = step.min_frequency is not None or step.max_categories is not None
+        return not isinstance(step.categories, str) and not rare
+    if name == "SimpleImputer":
         return step.strategy == "constant" and not step.add_indicator
-    return getattr(step, "vocabulary", None) is not None
+    return name in SHAPES_ALONE or (name == "CountVectorizer" and step.vocabulary is not None)

@@ -22,6 +22,7 @@ from sklearn.preprocessing import (
     PolynomialFeatures,
     QuantileTransformer,
     StandardScaler,
+    TargetEncoder,
 )
 
 from dpmac_cli import InputError, private_pipeline
@@ -31,10 +32,16 @@ LEARN = (
     *(StandardScaler(), MinMaxScaler(), PCA(2), OneHotEncoder(), OrdinalEncoder()),
     *(TfidfVectorizer(), CountVectorizer(), KBinsDiscretizer(), SimpleImputer()),
     *(SelectKBest(), QuantileTransformer(), SimpleImputer(strategy="constant", add_indicator=True)),
+    # What they learn is not all declared.
+    *(TargetEncoder(categories=[["a", "b"]]), TfidfVectorizer(vocabulary=["a"])),
+    OneHotEncoder(categories=[["a", "b"]], min_frequency=5),
+    OneHotEncoder(categories=[["a", "b"]], max_categories=1),
+    OrdinalEncoder(categories=[["a", "b"]], min_frequency=5),
 )
 PUBLIC = (
     *(HashingVectorizer(), FunctionTransformer(np.log1p), Normalizer(), Binarizer()),
     *(PolynomialFeatures(), OneHotEncoder(categories=[["a", "b"]])),
+    OrdinalEncoder(categories=[["a", "b"]]),
     *(CountVectorizer(vocabulary=["a"]), SimpleImputer(strategy="constant", fill_value=0)),
 )
 
