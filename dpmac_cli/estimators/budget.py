@@ -28,7 +28,12 @@ class Budget:
     ::
 
         budget = Budget(epsilon=3)
-        search = GridSearchCV(PrivateClassifier(epsilon=1, bounds=(0, 16), budget=budget), grid)
+        model = PrivateClassifier(epsilon=1, bounds=(0, 16), budget=budget)
+        search = GridSearchCV(model, grid, cv=PredefinedSplit(folds))
+
+    The fold of a record must depend on it alone, as a hash of its name does. With folds by the
+    number of its row, as of ``cv=5``, or by all labels, others change folds if one is removed, and
+    :attr:`spent` does not cover that.
 
     A budget belongs to records: pass the same one to everything that is fitted on them. All fits
     protect the unit of the first one: a record, or what ``fit(..., unit=)`` tells apart. In memory
