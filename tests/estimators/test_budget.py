@@ -212,12 +212,11 @@ def test_a_budget_has_one_unit(tmp_path: Path, name: str | None) -> None:
     patients = np.arange(len(Y)) // 4
     for units in ((None, patients), (patients, None)):
         budget = Budget(5, path=name and tmp_path / f"{name}{units[0] is None}")
+        other = pickle.loads(pickle.dumps(budget)) if name else budget
         classifier(budget=budget).fit(X, Y, unit=units[0])
         before = budget.events
         with pytest.raises(InputError, match="costs of different units cannot be added"):
-            classifier(budget=pickle.loads(pickle.dumps(budget)) if name else budget).fit(
-                X, Y, unit=units[1]
-            )
+            classifier(budget=other).fit(X, Y, unit=units[1])
         assert budget.events == before
 
 
