@@ -89,13 +89,18 @@ class DivergedError(RunError):
         )
 
 
+#: Longest fault in a message: one may quote a value of a crafted file.
+LONGEST = 1000
+
+
 def first_fault(failure: Exception) -> str:
     """Return the place and the fault of a ValidationError, or the first line of another error."""
     if (errors := getattr(failure, "errors", None)) is None:
         return str(failure).partition("\n")[0].rstrip(".")
     first = errors()[0]
     fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    return fault.replace("Value error, ", "")
+    fault = fault.replace("Value error, ", "")
+    return fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}..."
 
 
 @contextmanager
