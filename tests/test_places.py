@@ -150,7 +150,7 @@ def test_equal_words_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
 # Sums.
 
 
-@torch.library.custom_op("places::sum_by_place", mutates_args=())
+@torch.library.custom_op("dpmac_tests::sum_by_place", mutates_args=())
 def sum_by_place(x: Tensor) -> Tensor:
     """Sums over columns: at odd places, from the last to the first."""
     forwards, backwards = x[:, 0].clone(), x[:, -1].clone()
