@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.records import Images, Numbers, Records, Table, Texts
+from dpmac_cli.config.records import Numbers, Records, Table, Texts
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Crafted, Split
 from dpmac_cli.tasks.regression import Regression
@@ -66,18 +66,17 @@ def crafted_records(
     """
     rng = np.random.default_rng(None if seed is None else [seed, PART])
     coins = rng.random(count) < 0.5
-    if isinstance(records, Images):
-        x: NDArray[Any] = rng.integers(0, 256, (count, *records.shape), np.uint8)
-    else:
+    if isinstance(records, Numbers):
         x = _numbers(records, count, rng)
+    else:
+        x = rng.integers(0, 256, (count, *records.shape), np.uint8)
     return Candidates(
         x.reshape(count, *like.x.shape[1:]), _targets(task, count, like.y.shape[1:], rng), coins
     )
 
 
-def _numbers(records: Records, count: int, rng: np.random.Generator) -> NDArray[Any]:
+def _numbers(records: Numbers, count: int, rng: np.random.Generator) -> NDArray[Any]:
     """Return random rows or arrays of numbers in their public ranges, shape (K, ...)."""
-    assert isinstance(records, Numbers)  # noqa: S101  (images have none)
     sides = (1,) * (len(records.shape) - 1)
     low, high = (np.reshape(ends, (-1, *sides)) for ends in (records.low, records.high))
     x = low + (high - low) * rng.random((count, *records.shape))
