@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.release import prediction
-from dpmac_cli.release.run import train
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import prepare
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import after
@@ -145,13 +145,13 @@ def test_every_command_of_readme_and_guides_runs(
     monkeypatch.setenv("DPMAC_DATA_DIR", str(real_data_dir))
     set_scene(tmp_path)
     interrupted = {"dataset": "mnist", "sigma": "0.8", "steps": "2", "out": RUN}
-    list(train(resolve(interrupted).plan, after(1)))
+    list(train_plan(resolve(interrupted).plan, after(1)))
     assert len(commands(*pages)) > 5
     for command in map(shortened, commands(*pages)):
         program, *typed = shlex.split(command)
         if typed[:3] == ["train", "--resume", "own-net"]:  # it is finished by now
             again = {"model": typed[-1], "out": "own-net", "force": True}
-            list(train(resolve(again, Path("own-net/config.yaml")).plan, after(1)))
+            list(train_plan(resolve(again, Path("own-net/config.yaml")).plan, after(1)))
         if program == "dpmac":
             result = CliRunner().invoke(app, typed)
             assert result.exit_code == 0, f"{command}\n{result.output}"

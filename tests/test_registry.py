@@ -11,16 +11,12 @@ import pytest
 from pydantic import create_model
 from torch import Tensor
 
-from dpmac_cli import (
-    InputError,
-    Moments,
-    Optimizer,
-    PrivateMean,
-    register_optimizer,
-    resolve,
-    train,
-)
+from dpmac_cli import InputError, Optimizer, register_optimizer
+from dpmac_cli.dp.mechanism import PrivateMean
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.release.train import train_plan
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import report_of
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +104,7 @@ def test_an_optimizer_that_cannot_be_set_is_refused_with_the_remedy(
     monkeypatch.setitem(OPTIMIZERS, "own", OPTIMIZERS["dp-sgd"])  # removed at the end
     register_own(**declared)
     with pytest.raises(InputError, match=f"own .*{said}"):
-        list(train(resolve(dataset="digits", optimizer="own", sigma=2, steps=1)))
+        list(train_plan(resolve(dataset="digits", optimizer="own", sigma=2, steps=1)))
     assert os.listdir() == []
 
 
