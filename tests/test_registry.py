@@ -152,9 +152,8 @@ def test_a_task_of_your_own_is_trained_scored_and_predicted() -> None:
     page = (ROOT / "docs/own-task.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     program = (
-        "\nfrom dpmac_cli import predict, score\n"
-        "print(score(run.folder, grades).result.metric('steps-off'))\n"
-        "print(predict(run.folder, np.array([[0.1, 0, 0, 0], [0.9, 1, 1, 1]])).predicted)\n"
+        "\nprint(run.score(grades).metric('steps-off'))\n"
+        "print(run.predict(np.array([[0.1, 0, 0, 0], [0.9, 1, 1, 1]])).predicted)\n"
         "from typer.testing import CliRunner\n"
         "from dpmac_cli.cli.app import app\n"
         "print('ordinal' in CliRunner().invoke(app, ['train', '--help']).stdout)"

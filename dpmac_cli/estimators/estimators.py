@@ -1,8 +1,8 @@
 """Private classifiers and regressors as estimators of scikit-learn.
 
-They are a door to :func:`dpmac_cli.train` and :func:`dpmac_cli.predict`: a fit is a run on all of
-its records, without test records, and what it publishes is kept in memory. Out of scope: weights of
-single records, sparse matrices, and fits that continue others.
+They are a door to :func:`dpmac_cli.train` and :meth:`dpmac_cli.Run.predict`: a fit is a run on all
+of its records, without test records, and what it publishes is kept in memory. Out of scope: weights
+of single records, sparse matrices, and fits that continue others.
 """
 
 import math

@@ -6,8 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import nn
 
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.models.build import Network
 from dpmac_cli.release import prediction
 from dpmac_cli.release.model_file import Released, load_model
@@ -65,6 +67,11 @@ class Run:
         """Return the privacy cost of everything that was done; None for a run without privacy."""
         cost: float | None = self.report["epsilon"]
         return cost
+
+    @property
+    def events(self) -> tuple[TrainingEvent, ...]:
+        """Return what was done to the records; :func:`~dpmac_cli.total_epsilon` composes it."""
+        return TypeAdapter(tuple[TrainingEvent, ...]).validate_python(self.report["events"])
 
     @property
     def state(self) -> State:

@@ -167,12 +167,13 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
 
 def finish(events: Iterable[RunEvent], on_event: Callable[[Update], None] | None = None) -> Run:
     """Carry out :func:`train_plan` or :func:`resume_folder` to the end. Exceptions propagate."""
-    notes, private_notes = tuple[str, ...](), tuple[str, ...]()
-    for event in events:
+    notes, private_notes, run = tuple[str, ...](), tuple[str, ...](), None
+    for event in events:  # to its end, where the lock of the folder is released
         if isinstance(event, Started):
             notes, private_notes = event.notes, event.private_notes
         elif isinstance(event, Run):
-            return replace(event, notes=notes, private_notes=private_notes)
+            run = event
         elif on_event is not None:
             on_event(event)
-    raise AssertionError("a run that neither finished nor failed")
+    assert run is not None  # noqa: S101  (the last event, unless an exception is raised)
+    return replace(run, notes=notes, private_notes=private_notes)
