@@ -42,6 +42,8 @@ BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 NET = re.compile(r"```python\n(# net.py\n.*?)```", re.DOTALL)
 #: The loop of the README.
 LOOP = re.compile(r"```python\n(from dpmac_cli import from_torch.*?)```", re.DOTALL)
+#: The first program of the README.
+FIRST = re.compile(r"```python\n(from dpmac_cli import train\n.*?)```", re.DOTALL)
 #: A run that the guides resume. Here it is one that was interrupted.
 RUN = "runs/mnist-dp-macadam-1"
 #: What is typed instead, so that no command takes minutes.
@@ -114,6 +116,17 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     given = {"net": nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), "train_set": sets[0]}
     exec(shown, {**given, "test_set": sets[1]})
     assert (tmp_path / "mine/model.safetensors").exists()
+
+
+def test_the_first_program_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = FIRST.findall(read(README))
+    exec(shown, {})
+    epsilon, accuracy = map(float, capsys.readouterr().out.split())
+    assert 2.9 < epsilon <= 3
+    assert accuracy > 0.8
 
 
 @pytest.fixture
