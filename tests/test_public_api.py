@@ -26,6 +26,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.config.facts import in_memory
 
 SETTINGS: dict[str, Any] = {"dataset": "digits", "sigma": 4, "epochs": 2, "device": "cpu"}
+ROOT = Path(__file__).parent.parent
 IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8) % 17
 
 
@@ -148,6 +149,12 @@ def test_a_name_of_version_0_3_says_what_to_write_instead() -> None:
         exec("from dpmac_cli import predict", {})
     with pytest.raises(AttributeError):
         dpmac_cli.never_a_name  # noqa: B018
+
+
+def test_the_page_on_upgrading_has_each_function_that_is_gone() -> None:
+    page = (ROOT / "docs/upgrading.md").read_text(encoding="utf-8")
+    for name, instead in dpmac_cli._BEFORE_0_4.items():
+        assert instead.startswith("from ") or f"`{name}" in page or f"({name}(" in page, name
 
 
 def test_every_public_name_is_imported() -> None:
