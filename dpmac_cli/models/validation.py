@@ -48,6 +48,13 @@ STORED = (
     "It would store information about private records without noise. Turn this off (for "
     "normalisation layers, track_running_stats=False) and keep nothing from one batch to the next."
 )
+#: Message for a loss that returns a number for a batch that no step can train on.
+NOT_THE_MEAN = (
+    "The loss returns one number for a batch, which is not the mean of the losses that its samples "
+    "have alone, and dpmac trains on each sample alone. Return one real loss per sample, a tensor "
+    "of shape (samples,): cross_entropy(output, target, reduction='none'), or for tokens, "
+    "(losses * mask).sum(1). If the loss of each sample alone is what you mean, add {isolate}."
+)
 #: Why at least 32 bits are needed.
 ROUNDING = (
     "With fewer than 32 bits, rounding changes the clipped sum by more than the noise allows for."
@@ -109,8 +116,21 @@ def check_trial(
     isolated: bool = False,
     built_in: bool = False,
 ) -> None:
-    """Reject a model on any samples; it may return its own losses. See :func:`check_model`."""
+    """Reject a model on any samples; it may return its own losses.
+
+    Args:
+        model: maps a batch to logits, shape (samples, classes), or to one loss per sample, shape
+            (samples,), or to the mean loss of the batch, shape (). It is not changed, except as in
+            :func:`keep_constants`.
+        trial: made-up samples, and the number of classes; None for a model that returns losses.
+        frozen, isolated, built_in: see :func:`check_model`.
+
+    Raises:
+        ModelError: names the layer and the remedy.
+    """
     _check_parts(model, frozen)
+    if trial.classes is None:
+        keep_constants(model, trial)
     try:
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
@@ -136,6 +156,53 @@ def check_trial(
         _check_forward(probe, trial)
         if not isolated:
             _check_alone(probe, trial)
+
+
+def keep_constants(model: nn.Module, trial: Trial) -> None:
+    """Write the constants that a network makes when it first runs into its attributes, in place.
+
+    A network that changes itself in training is refused, because it could carry a record to the
+    next step. Networks of transformers change once: they write the kind of their loss, a text, to
+    ``config.problem_type``. So a value that is None becomes what it is after a pass on a made-up
+    sample, if it is a number or a text, and the same after a pass on zeros. Neither is a record, so
+    the value depends on none. Every other change is left for :class:`.Fingerprint` to notice.
+
+    Args:
+        model: the network with its loss. Two copies of it run, on one sample each.
+        trial: made-up samples.
+    """
+    copies = list[nn.Module]()
+    try:
+        sample = trial.samples(1)
+        for x in (sample, map_rows(torch.zeros_like, sample)):
+            network = copy.deepcopy(model)
+            network = network if trial.inputs.own else network.double()
+            with torch.no_grad(), same_draws():
+                network(x)
+            copies.append(network)
+    except (Exception, SystemExit):  # noqa: BLE001  (of any kind: validation says why)
+        return
+    first, second = (dict(_holders(network)) for network in copies)
+    for path, holder in list(_holders(model)):
+        if path not in first or path not in second:
+            continue
+        after, again = vars(first[path]), vars(second[path])
+        for name, value in list(vars(holder).items()):
+            constant = after.get(name)
+            if value is not None or not isinstance(constant, bool | int | float | str):
+                continue
+            other = again.get(name)
+            if type(other) is type(constant) and other == constant:
+                setattr(holder, name, constant)
+
+
+def _holders(network: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield the modules of a network, and objects in their attributes such as a config, by path."""
+    for name, module in network.named_modules():
+        yield (name, ""), module
+        for attribute, value in vars(module).items():
+            if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
+                yield (name, attribute), value
 
 
 class _Permitted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -315,6 +382,8 @@ def _hooks_of(parameter: Tensor) -> bool:
 def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = False) -> None:
     """Reject a model whose output is of another shape; reject NaN only if ``scored``."""
     logits: Any = model(trial.samples(count))
+    if trial.classes is None and isinstance(logits, Tensor) and logits.ndim == 0:
+        logits = logits.expand(count)  # the mean loss of the batch: see _check_alone
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
     elif logits.shape != ((count,) if trial.classes is None else (count, trial.classes)):
@@ -416,14 +485,59 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
     ModelError, which names the part that differs.
     """
-    x, own = trial.samples(FEW), trial.inputs.own
-    whole = _values_by_part(model, x)
+    in_float32 = trial.inputs.own
+    batch = trial.samples(FEW)
+    values_of_batch = _values_by_part(model, batch)
+    _, outputs_of_batch = values_of_batch[-1]
+    reduced = isinstance(outputs_of_batch, Tensor) and outputs_of_batch.ndim == 0
+    losses = list[Tensor]()
+    mixing_part: str | None = None
     for row in range(FEW):
-        alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))
-        if _differ(whole[-1][1], alone[-1][1], row, own=own):
-            pairs = zip(whole, alone, strict=False)
-            first = next(name for (name, of), (_, one) in pairs if _differ(of, one, row, own=own))
-            raise _mixed(model, first)
+        values = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), batch))
+        _, outputs = values[-1]
+        if reduced:
+            losses.append(outputs.reshape(()).double())
+        elif not _differ(outputs_of_batch, outputs, row, own=in_float32):
+            continue
+        if mixing_part is None:
+            mixing_part = _first_difference(values_of_batch, values, row, own=in_float32)
+        if not reduced:
+            raise _mixed(model, mixing_part or "")
+    if reduced and not _is_mean(outputs_of_batch.double(), torch.stack(losses), own=in_float32):
+        raise ModelError(NOT_THE_MEAN) if mixing_part is None else _mixed(model, mixing_part)
+
+
+def _is_mean(of_batch: Tensor, losses: Tensor, *, own: bool) -> bool:
+    """Return whether the loss of a batch is the mean of the losses of its samples.
+
+    A step averages the gradients of such losses, so it trains on what the loss of a batch means.
+
+    Args:
+        of_batch: one loss for a batch, shape ().
+        losses: loss of each of its samples alone, shape (samples,).
+        own: whether they are not computed in float64.
+    """
+    relative, absolute = _rounding(losses, own)
+    return torch.allclose(of_batch, losses.mean(), relative, absolute, equal_nan=True)
+
+
+def _first_difference(
+    of_batch: list[tuple[str, Any]], alone: list[tuple[str, Any]], row: int, *, own: bool
+) -> str | None:
+    """Return the name of the first part that computes something else for a row of a batch.
+
+    Args:
+        of_batch, alone: values of the batch and of the row alone, see :func:`_values_by_part`.
+        row: number of the row.
+        own: whether they are not computed in float64.
+
+    Returns:
+        "" for the model itself; None if no values of the same shape differ.
+    """
+    for (name, values), (_, values_alone) in zip(of_batch, alone, strict=False):
+        if _differ(values, values_alone, row, own=own):
+            return name
+    return None
 
 
 def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
