@@ -1,7 +1,7 @@
 """Registry of networks and features, and references to user-supplied models. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -64,23 +64,35 @@ SMALL = 32 * 32
 MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
 #: Name of the features of tables.
 COLUMNS = "columns"
-#: Fixed, public features by name: those computed by :mod:`dpmac_cli.features.frozen`, and those of
-#: :func:`register_features`.
-FEATURES: dict[str, str] = {
-    "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
-    "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
-    COLUMNS: "numbers of a table with nine hats each, and with their ranks if no range is declared",
-}
 #: Scattering features per channel (an average, 8 angles in 2 octaves, and 64 pairs of angles), and
 #: the factor by which height and width shrink.
 SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
 
 
 @dataclass(frozen=True)
-class Scattered(FeatureKind):
-    """Fixed scattering features: a key of :data:`FEATURES`."""
+class FixedFeatures(FeatureKind):
+    """Fixed features of :data:`FEATURES`, computed once for each record before training.
+
+    Attributes:
+        kind: their name.
+        about: what they are, for help and reports.
+    """
 
     kind: str
+    about: str = field(default="", compare=False, repr=False, kw_only=True)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything that determines the features: their name."""
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True)
+class Scattered(FixedFeatures):
+    """Wavelet scattering features of images (Bruna and Mallat 2013, arXiv 1203.1513).
+
+    With two octaves and eight angles, as in Tramer and Boneh 2021, arXiv 2011.11660.
+    """
 
     def shape_of(self, records: Records) -> tuple[int, ...]:
         """Return (channels, height, width) of the features of images."""
@@ -99,10 +111,8 @@ class Scattered(FeatureKind):
 
 
 @dataclass(frozen=True)
-class TableColumns(FeatureKind):
+class TableColumns(FixedFeatures):
     """Inputs of each column of a table: a number and its hats, and so on."""
-
-    kind: str = COLUMNS
 
     reads: ClassVar = "table"
     #: The middle of the range of a number, and equal logits: noise leaves few steps to unlearn.
@@ -119,16 +129,14 @@ class TableColumns(FeatureKind):
 
 
 @dataclass(frozen=True)
-class OwnFeatures(FeatureKind):
+class OwnFeatures(FixedFeatures):
     """Features of :func:`register_features`: a function of one record.
 
     Attributes:
-        kind: their name.
         function: maps a record to ``width`` numbers.
         width: number of features.
     """
 
-    kind: str
     function: Callable[[Any], Any]
     width: int
 
@@ -152,8 +160,25 @@ def _code_of(code: Any) -> str:
     return f"{code.co_code.hex()} {code.co_names} ({constants})"
 
 
-#: Features of :func:`register_features` by name.
-OWN_FEATURES: dict[str, OwnFeatures] = {}
+#: Fixed, public features by name, also those of :func:`register_features`.
+FEATURES: dict[str, Scattered | TableColumns | OwnFeatures] = {
+    features.kind: features
+    for features in (
+        Scattered(
+            "scatter",
+            about="wavelet scattering with two octaves and eight angles, and group norm",
+        ),
+        Scattered(
+            "scatter-mirror",
+            about="scattering of opponent colours, averaged over an image and its mirror image",
+        ),
+        TableColumns(
+            COLUMNS,
+            about="numbers of a table with nine hats each, and with their ranks if no range is "
+            "declared",
+        ),
+    )
+}
 
 Function = TypeVar("Function", bound=Callable[[Any], Any])
 
@@ -176,14 +201,14 @@ def register_features(name: str, width: int, about: str = "") -> Callable[[Funct
         InputError: the name is that of features that dpmac has, or the width is no positive
             integer.
     """
-    if name in FEATURES and name not in OWN_FEATURES:
+    known = FEATURES.get(name)
+    if known is not None and not isinstance(known, OwnFeatures):
         raise InputError(f"The features {name} are dpmac's own. Choose another name.")
     if not isinstance(width, int) or width < 1:
         raise InputError(f"width must be the number of features, an integer from 1, not {width!r}.")
 
     def register(function: Function) -> Function:
-        OWN_FEATURES[name] = OwnFeatures(name, function, width)
-        FEATURES[name] = about or name
+        FEATURES[name] = OwnFeatures(name, function, width, about=about or name)
         return function
 
     return register
@@ -246,13 +271,6 @@ class Backbone(FeatureKind):
         if self.size != known.size and not known.any_size:
             return f"must be resized to {known.size}. Leave out {{backbone_size}}."
         return None
-
-
-def fixed_features(name: str) -> Scattered | OwnFeatures | TableColumns:
-    """Return the features of a name of :data:`FEATURES`."""
-    if name == COLUMNS:
-        return TableColumns()
-    return OWN_FEATURES.get(name) or Scattered(name)
 
 
 #: Features that a network may take instead of images, or instead of tokens of texts.

@@ -21,12 +21,12 @@ from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import near
 from dpmac_cli.config.networks import (
     BACKBONES,
+    FEATURES,
     Backbone,
     BuiltIn,
     Features,
     Trained,
     UserModel,
-    fixed_features,
     parse_model,
 )
 from dpmac_cli.config.records import COUNTED, Table
@@ -159,7 +159,7 @@ class Plan:
             return read_encoder(settings.backbone).of(self.facts.records, causal=causal)
         if settings.backbone is not None and settings.backbone_size is not None:
             return Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
-        return None if settings.features is None else fixed_features(settings.features)
+        return None if settings.features is None else FEATURES[settings.features]
 
     @property
     def pretrained(self) -> Path | None:

@@ -120,7 +120,8 @@ class DescribedRun:
         found: Any = self.plan.features
         if self.known is not None:
             return str(self.known.about)
-        return FEATURES.get(found.kind) or f"the folder {found.kind}"
+        fixed = FEATURES.get(found.kind)
+        return f"the folder {found.kind}" if fixed is None else fixed.about
 
     @property
     def pretrained(self) -> str:
