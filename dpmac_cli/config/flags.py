@@ -56,6 +56,15 @@ Places = Mapping[str, str]
 class OneOf:
     """Validator of a text that must be one of some names, or of a described form.
 
+    Values of other types are left to the field's own type.
+
+    Example:
+        >>> device = OneOf(("cpu", "cuda"), (re.compile("cuda:[0-9]").fullmatch, "cuda:N"))
+        >>> device.known
+        'cpu, cuda; or cuda:N'
+        >>> device.check("cuda:1")
+        'cuda:1'
+
     Attributes:
         names: the names.
         besides: test and description of other texts that are allowed.
@@ -68,15 +77,19 @@ class OneOf:
     def known(self) -> str:
         """Return the allowed texts in words: "cpu, cuda; or cuda:N"."""
         names = ", ".join(self.names)
-        described = self.besides[1] if self.besides else ""
-        return "; or ".join(filter(None, (names, described)))
+        if self.besides is None:
+            return names
+        _, described = self.besides
+        return f"{names}; or {described}" if names else described
 
     def check(self, value: object) -> object:
         """Return an allowed text, or a value of another type. Raises an error of pydantic."""
         if not isinstance(value, str) or value in self.names:
             return value
-        if self.besides is not None and self.besides[0](value):
-            return value
+        if self.besides is not None:
+            is_allowed, _ = self.besides
+            if is_allowed(value):
+                return value
         known = f"one of {self.known}" if self.names else self.known
         raise PydanticCustomError("one_of", "Input should be {known}", {"known": known})
 
@@ -112,7 +125,11 @@ def flag_name(name: str) -> str:
 
 
 def parts(field: FieldInfo) -> list[Any]:
-    """Return the types in the annotation of a field, and their metadata."""
+    """Return the types in the annotation of a field, and their metadata.
+
+    Unions, tuples and ``Annotated`` are taken apart: ``Annotated[int, Field(ge=1)] | None`` is
+    ``[int, Ge(ge=1), NoneType]``.
+    """
     return [*_flattened(field.annotation), *field.metadata]
 
 
@@ -127,9 +144,11 @@ def _flattened(annotation: Any) -> Iterator[Any]:
 
 
 def kind_of(field: FieldInfo) -> type:
-    """Return the type of one value of a field."""
-    types = (part for part in parts(field) if isinstance(part, type) and part is not NoneType)
-    return next(types, str)  # a Literal is text
+    """Return the type of one value of a field: the first one that is not None."""
+    for part in parts(field):
+        if isinstance(part, type) and part is not NoneType:
+            return part
+    return str  # a Literal is text
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -154,15 +173,26 @@ def choices_of(field: FieldInfo) -> OneOf:
 
 def help_of(field: FieldInfo) -> str:
     """Return the help of a field, without its default."""
-    return " ".join((field.description or "").split()).partition(" [default: ")[0]
+    help_text, _ = _described(field)
+    return help_text
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a field in words; "" if there is none."""
-    words = " ".join((field.description or "").split()).partition(" [default: ")[2]
-    if words or not is_given(field.default) or field.default == ():
-        return words.removesuffix("]")
+    """Return the default of a field in words; "" if there is none.
+
+    Words at the end of its docstring, "[default: the dataset's]", come before the value.
+    """
+    _, default = _described(field)
+    if default or not is_given(field.default) or field.default == ():
+        return default
     return str(field.default)
+
+
+def _described(field: FieldInfo) -> tuple[str, str]:
+    """Return the help of a field and its default in words, from its docstring."""
+    description = " ".join((field.description or "").split())
+    help_text, _, default = description.partition(" [default: ")
+    return help_text, default.removesuffix("]")
 
 
 class _Hidden:
@@ -204,31 +234,34 @@ class Flags(BaseModel, frozen=True):
     def _with_all_faults(
         cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
-        """Validate values, and list all faults together."""
+        """Validate values, and list all faults together, in the order of the values."""
         if not isinstance(values, Mapping):
             return handler(values)
-        given = {
-            name: as_text(value, cls.model_fields.get(name))
-            for name, value in values.items()
-            if is_given(value)
-        }
+        texts = dict[str, Any]()
+        for name, value in values.items():
+            if is_given(value):
+                texts[name] = as_text(value, cls.model_fields.get(name))
         places = info.context or {}
-        contradictions = [in_file(error, places) for error in cls.contradictions(given)]
+        contradictions = [in_file(error, places) for error in cls.contradictions(texts)]
         try:
-            found = handler(given)
+            validated = handler(texts)
         except ValidationError as failure:
-            order = [*given]
+            order = list(texts)
             errors = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
             faults = [_sentence(fault, cls, places) for fault in errors]
             raise InputError([*dict.fromkeys(faults), *contradictions]) from None
         raise_errors(contradictions)
-        return found
+        return validated
 
     @classmethod
-    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude each other, from given values by name."""
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other.
+
+        Args:
+            values: given values by name, not validated.
+        """
         for group, why in cls.not_both.items():
-            names = [f"{{{name}}}" for name in group if name in given]
+            names = [f"{{{name}}}" for name in group if name in values]
             if len(names) > 1:
                 remedy = f"{why}. Give one" if why else "give one"
                 yield f"{' and '.join(names)} contradict each other: {remedy}."
@@ -236,13 +269,19 @@ class Flags(BaseModel, frozen=True):
     @property
     def explicit(self) -> Mapping[str, Any]:
         """Return the values that were set explicitly, by name."""
-        return {n: getattr(self, n) for n in type(self).model_fields if n in self.model_fields_set}
+        names = [name for name in type(self).model_fields if name in self.model_fields_set]
+        return {name: getattr(self, name) for name in names}
 
 
-def lonely(given: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield faults of settings that need another setting."""
+def lonely(values: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield faults of settings that need another setting.
+
+    Args:
+        values: given values by name.
+        needs: for the name of a setting, those of which it needs one; see :data:`.NEEDS`.
+    """
     for name, others in needs.items():
-        if name in given and given.keys().isdisjoint(others):
+        if name in values and values.keys().isdisjoint(others):
             remedy = " or ".join(f"{{{other}}}" for other in others)
             yield f"{{{name}}} has no effect alone: add {remedy}, or leave it out."
 
@@ -255,7 +294,16 @@ def is_given(value: object) -> bool:
 def valid(
     model: type[Model], values: Mapping[Any, Any], errors: list[str], places: Places | None = None
 ) -> Model:
-    """Return a model of values; if any is invalid, one without values, with ``errors`` extended."""
+    """Return a model of values; if any is invalid, one without values, with ``errors`` extended.
+
+    So a command reports the faults of several models together.
+
+    Args:
+        model: class of the model.
+        values: values by name.
+        errors: list to which the faults are added.
+        places: where values of a file are, by the names of their settings.
+    """
     try:
         return model.model_validate(values, context=places)
     except InputError as failure:
@@ -266,10 +314,14 @@ def valid(
 def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
     """Return the error for a name that is not one of the ``known`` settings.
 
-    ``renamed`` are settings by the names that other libraries give them.
+    Args:
+        name: the unknown name.
+        known: names of settings.
+        renamed: settings by the names that other libraries give them.
     """
     names = {*known}
-    if (ours := renamed.get(name)) in names:
+    ours = renamed.get(name)
+    if ours in names:
         return f"There is no setting '{name}'. In dpmac it is called {{{ours}}}."
     return f"There is no setting '{name}'.{near(name, names, '{{{}}}'.format)}"
 
@@ -277,12 +329,24 @@ def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
 def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
     """Return " Did you mean ...?" with close matches, or an empty string.
 
-    What replaces files is not suggested.
+    The setting that replaces files is not suggested.
+
+    Example:
+        >>> near("sigm", ["sigma", "epsilon"])
+        ' Did you mean sigma?'
+
+    Args:
+        text: what was typed.
+        names: names that are known.
+        write: returns a name as it is printed.
     """
     harmless = [name for name in names if name != "force"]
-    begun = [name for name in harmless if name.startswith(text.lower())]
-    matches = begun[:2] or difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(write, matches))}?" if matches else ""
+    beginning_so = [name for name in harmless if name.startswith(text.lower())]
+    close = difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
+    matches = beginning_so[:2] or close
+    if not matches:
+        return ""
+    return f" Did you mean {' or '.join(map(write, matches))}?"
 
 
 def in_file(error: str, places: Places) -> str:
@@ -306,7 +370,8 @@ def as_text(value: object, field: FieldInfo | None) -> object:
 def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
     """Return an error of pydantic with the setting, the value and names that are close to it."""
     name, value = str(fault["loc"][0]), fault["input"]
-    why, known = fault["msg"].partition(", unable to parse")[0], model.model_fields
+    why, _, _ = fault["msg"].partition(", unable to parse")
+    known = model.model_fields
     if name not in known:
         error = unknown(name, known, model.renamed)
     elif not isinstance(value, str):

@@ -2,7 +2,8 @@
 
 A record keeps the shape of its array: an image (channels, height, width), a row of a table
 (columns,), a text the numbers of its tokens. A network gets it scaled by public constants, in the
-same shape. Imports nothing slow.
+same shape. What is declared here is public, and is never measured on the records, apart from
+ranges that noisy counts find. Imports nothing slow.
 """
 
 import math
@@ -66,7 +67,10 @@ class Records(BaseModel, ABC):
 
     @property
     def scaling(self) -> Scaling:
-        """Return factors and summands of a channel each, by which a network's inputs are made."""
+        """Return factors and summands of a channel each, by which a network's inputs are made.
+
+        An input is value * factor + summand; without standardisation it is the value.
+        """
         if not self.standardised:
             return (1.0,) * self.channels, (0.0,) * self.channels
         return self.constants
@@ -106,7 +110,8 @@ class Images(Records):
     def constants(self) -> Scaling:
         """Return the factors and summands of standardisation."""
         factors = tuple(1 / (self.white * std) for std in self.std)
-        return factors, tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+        summands = tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+        return factors, summands
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -130,12 +135,13 @@ class Numbers(Records):
 
     @property
     def constants(self) -> Scaling:
-        """Return the factors and summands of standardisation."""
-        ranges = list(zip(self.low, self.high, strict=True))
-        halves = [(high - low) / 2 for low, high in ranges]
-        middles = [(low + high) / 2 for low, high in ranges]
-        factors = tuple(1 / half for half in halves)
-        return factors, tuple(-middle / half for middle, half in zip(middles, halves, strict=True))
+        """Return the factors and summands that map each range to [-1, 1]."""
+        factors, summands = list[float](), list[float]()
+        for low, high in zip(self.low, self.high, strict=True):
+            half, middle = (high - low) / 2, (low + high) / 2
+            factors.append(1 / half)
+            summands.append(-middle / half)
+        return tuple(factors), tuple(summands)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -169,8 +175,9 @@ class Texts(Numbers):
     @property
     def described(self) -> str:
         """Return what a record is: "records with 2 texts of at most 32 and 64 tokens"."""
-        several = "s" * (len(self.texts) > 1)
-        return f"records with {len(self.texts)} text{several} of at most {self.limits} tokens"
+        number = len(self.texts)
+        noun = "text" if number == 1 else "texts"
+        return f"records with {number} {noun} of at most {self.limits} tokens"
 
     @property
     def limits(self) -> str:
@@ -212,9 +219,20 @@ def inputs_of(kind: InputKind, width: int) -> int:
 
     A number has hats, and where it is counted also its rank and the hats of that. Two categories
     are one input, apart from other values.
+
+    Example:
+        >>> inputs_of("number", 1), inputs_of("ranked", 1), inputs_of("one-hot", 5)
+        (10, 20, 5)
+
+    Args:
+        kind: kind of the column.
+        width: number of inputs that a reader returns for it.
     """
-    if kind in ("number", *COUNTED):
-        return (1 + HATS) * (1 + (kind in COUNTED))
+    number_with_hats = 1 + HATS
+    if kind in COUNTED:
+        return 2 * number_with_hats
+    if kind == "number":
+        return number_with_hats
     return 2 if kind == "one-hot" and width == TWO_AND_OTHERS else width
 
 
@@ -254,14 +272,19 @@ class Table(Numbers):
         """Return the number of columns."""
         return len(self.columns) - self.count("flag")
 
-    def count(self, *wanted: InputKind) -> int:
+    def count(self, *kinds: InputKind) -> int:
         """Return the number of parts of some kinds."""
-        return sum(kind in wanted for kind, _ in self.columns)
+        return sum(kind in kinds for kind, _ in self.columns)
 
     def ranked(self) -> "Table":
-        """Return the same records, with ranks of numbers beside their declared ranges."""
-        columns = tuple(("ranked" if k == "number" else k, width) for k, width in self.columns)
-        return self.model_copy(update={"columns": columns})
+        """Return the same records, with ranks of numbers beside their declared ranges.
+
+        A range stays; ranks inside it follow from noisy counts of the records.
+        """
+        columns = list[tuple[InputKind, int]]()
+        for kind, width in self.columns:
+            columns.append(("ranked" if kind == "number" else kind, width))
+        return self.model_copy(update={"columns": tuple(columns)})
 
     @property
     def constants(self) -> Scaling:
