@@ -12,11 +12,17 @@ def class_weights(settings: Settings) -> tuple[float, ...]:
     """Return the public class weights, balanced ones as numbers; () for equal weights.
 
     They are also () for balanced weights if the shares are none.
+
+    Example:
+        >>> class_weights(Settings(class_weights="balanced", shares="0.8,0.2"))
+        (1.25, 5.0)
     """
     if settings.class_weights != BALANCED:
         return _numbers(settings.class_weights)
     shares = shares_of(settings)
-    return tuple(1 / share for share in shares) if min(shares, default=0.0) > 0 else ()
+    if min(shares, default=0.0) <= 0:
+        return ()
+    return tuple(1 / share for share in shares)
 
 
 def mean_weight(settings: Settings) -> float:

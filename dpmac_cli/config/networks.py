@@ -1,4 +1,8 @@
-"""Registry of networks and features, and references to user-supplied models. Imports no torch."""
+"""Registry of networks and features, and references to user-supplied models. Imports no torch.
+
+A network is built by :mod:`dpmac_cli.models.build`, and features are computed by
+:mod:`dpmac_cli.features`. Here is what help, defaults, checks and reports need of them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,20 +41,32 @@ class UserModel:
 
 
 def parse_model(text: str) -> BuiltIn | UserModel:
-    """Parse the value of ``--model``; a colon marks a factory."""
+    """Parse the value of ``--model``; a colon marks a factory.
+
+    Example:
+        >>> parse_model("mlp"), parse_model("nets/small.py:make").name
+        (BuiltIn(name='mlp'), 'small.py:make')
+    """
     place, colon, name = text.rpartition(":")
     return UserModel(place, name) if colon else BuiltIn(name)
 
 
 @dataclass(frozen=True)
 class NetworkKind:
-    """A built-in network."""
+    """A built-in network: a row of networks.toml.
 
-    about: str  # one line for help and reports
-    builder: str  # function in dpmac_cli.models.architectures
-    arguments: tuple[int, ...] = ()  # arguments of the builder, after the dataset
-    #: Samples of at most :data:`SMALL` pixels to process at a time, if more than the dataset's
-    #: default are faster: with many weights, larger passes cost little more than small ones.
+    Attributes:
+        about: one line for help and reports.
+        builder: function in :mod:`dpmac_cli.models.architectures`.
+        arguments: arguments of the builder, after the signature of the records.
+        physical_batch: samples of at most :data:`SMALL` pixels to process at a time, if more than
+            the dataset's default are faster: with many weights, larger passes cost little more than
+            small ones.
+    """
+
+    about: str
+    builder: str
+    arguments: tuple[int, ...] = ()
     physical_batch: int = 0
 
     def samples_at_a_time(self, pixels: int) -> int:
@@ -220,21 +236,37 @@ TORCHVISION_WEIGHTS = "https://download.pytorch.org/models/"
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneKind:
-    """A network with public weights."""
+    """A network with public weights: a row of backbones.toml.
 
-    about: str  # one line for help and reports
-    file: str  # file of the weights, in the folder of ``package`` or at TORCHVISION_WEIGHTS
-    sha256: str  # SHA-256 of the file, or its first digits
-    licence: str  # licence of the weights
-    package: str = ""  # Python module that holds the file; "" if torchvision publishes it
-    network: str  # name of the network in torchvision, or in efficientnet_lite_pytorch
-    head: str  # name in the weights' file of the layer to leave out
-    width: int  # number of features per image
-    size: int  # side in pixels of the images that it was trained on
-    mean: tuple[float, float, float]  # subtracted per channel from pixels in [0, 1]
-    std: tuple[float, float, float]  # divisor per channel
-    any_size: bool = True  # whether it accepts images of other sizes
-    top1: float  # published accuracy on ImageNet's validation set
+    Attributes:
+        about: one line for help and reports.
+        file: file of the weights, in the folder of ``package`` or at TORCHVISION_WEIGHTS.
+        sha256: SHA-256 of the file, or its first digits.
+        licence: licence of the weights.
+        package: Python module that holds the file; "" if torchvision publishes it.
+        network: name of the network in torchvision, or in efficientnet_lite_pytorch.
+        head: name in the weights' file of the layer to leave out.
+        width: number of features per image.
+        size: side in pixels of the images that it was trained on.
+        mean: subtracted per channel from pixels in [0, 1].
+        std: divisor per channel.
+        any_size: whether it accepts images of other sizes.
+        top1: published accuracy on ImageNet's validation set, from 0 to 1.
+    """
+
+    about: str
+    file: str
+    sha256: str
+    licence: str
+    package: str = ""
+    network: str
+    head: str
+    width: int
+    size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    any_size: bool = True
+    top1: float
 
 
 BACKBONES: Mapping[str, BackboneKind] = table(BackboneKind, HERE / "backbones.toml")
