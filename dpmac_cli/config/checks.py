@@ -427,7 +427,7 @@ def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             why = plan.model.name
         elif name == "lora_rank" and plan.trained.part != "lora":
             why = f"{{train=}}{plan.trained.part}"
-        elif group == DATA and not plan.facts.own:
+        elif group == DATA and not plan.facts.user_supplied:
             why = plan.facts.typed
         if why:
             yield f"{{{name}}} has no effect with {why}."

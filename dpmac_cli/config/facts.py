@@ -123,7 +123,7 @@ class DataFacts(Dataset):
     Attributes:
         name: name of the dataset, without the folders above it.
         typed: the value of ``--dataset``: a registered name, or a path.
-        own: whether it is your own dataset, not a registered one.
+        user_supplied: whether it is your own dataset, not a registered one.
         schema: declared schema of a table; None for other data.
         held_out: whether the test records were split off from the private ones.
         unit: description of the unit of privacy; "" if it is one record.
@@ -133,7 +133,7 @@ class DataFacts(Dataset):
 
     name: str
     typed: str
-    own: bool = False
+    user_supplied: bool = False
     schema: "TableSchema | None" = None
     held_out: bool = False
     unit: str = ""

@@ -206,7 +206,7 @@ class Plan:
         recorded = dict[str, Any]()
         for name in SETTINGS:
             value = getattr(self.settings, name)
-            of_registered_data = GROUPS[name] == DATA and not self.facts.own
+            of_registered_data = GROUPS[name] == DATA and not self.facts.user_supplied
             if value is not None and name not in NOT_RECORDED and not of_registered_data:
                 recorded[name] = value
         recorded["dataset"] = self.facts.typed

@@ -350,7 +350,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "public",
-        lambda run: not run.plan.facts.own,
+        lambda run: not run.plan.facts.user_supplied,
         "the dataset {run.plan.facts.name}: {run.plan.facts.about}",
     ),
     ("public", lambda run: run.known, "weights of {run.known.about}; licence {run.known.licence}"),
