@@ -361,11 +361,11 @@ def histograms_of(
     if epsilon is None:
         epsilon = total_epsilon((event,), delta)
         whole = 1 / (1 - sum((*before, *after)))
-    counts = [histogram_event(noise_of_share(epsilon, delta, whole * share)) for share in before]
+    noises = [noise_of_share(epsilon, delta, whole * share) for share in (*before, *after)]
+    counts = [histogram_event(noise) for noise in noises[: len(before)]]
     drawn = event.sampling_rate * event.steps / DRAWN_PER_COUNTED
     histograms = list[TrainingEvent]()
-    for share in after:
-        noise = noise_of_share(epsilon, delta, whole * share)
+    for noise in noises[len(before) :]:
         rate = min(1.0, max(drawn, LEAST_OVER_NOISE * noise / records))
         histograms.append(histogram_event(noise, rate))
     return tuple(counts), tuple(histograms)

@@ -1,4 +1,7 @@
-"""Records on the device. Images are stored as uint8 and scaled when they are used."""
+"""Records on the device. Images are stored as uint8 and scaled when they are used.
+
+Records that do not fit into memory stay in a file, of which the rows of a batch are read.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -51,13 +54,25 @@ class Split:
         return len(self if self.units is None else self.units)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Return some images and their labels, on the device."""
-        rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
-        if isinstance(rows, Tensor):
-            rows = rows.to(self.labels.device, non_blocking=True)
+        """Return some images and their labels, on the device.
+
+        Args:
+            places: a slice, or numbers of records, int64, shape (rows,).
+
+        Returns:
+            Images, shape (rows, *shape), and labels, with one row for each place, in order.
+        """
+        device = self.labels.device
+        rows: slice | Tensor
+        if isinstance(places, slice):
+            rows = places
+        else:
+            rows = torch.from_numpy(places).to(device, non_blocking=True)
+        labels = self.labels[rows]
         if self.file is None:
-            return self.images[rows], self.labels[rows]
-        return torch.from_numpy(self.file.read(places)).to(self.labels.device), self.labels[rows]
+            return self.images[rows], labels
+        images = torch.from_numpy(self.file.read(places)).to(device)
+        return images, labels
 
     def taken(self, places: NDArray[np.int64]) -> "Split":
         """Return some of the records, in the order of ``places``, without units of privacy."""
@@ -77,7 +92,14 @@ class Split:
 
 
 def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
-    """Return records of a file, in memory unless the file is too large."""
+    """Return records of a file, in memory unless the file is too large.
+
+    Args:
+        rows: rows of the file, one for each record.
+        labels: targets, one for each record.
+        units: units of privacy; None if each record is one.
+        device: device to train on.
+    """
     most = IN_MEMORY
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
@@ -92,6 +114,10 @@ class Crafted:
     """Records that an audit made up, as a whole network takes them, and which of them are in.
 
     See :class:`dpmac_cli.data.dataset.Crafted`.
+
+    Attributes:
+        records: the records and their labels.
+        coins: whether each of them is among the training records, shape (records,).
     """
 
     records: Split
@@ -100,15 +126,24 @@ class Crafted:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and test records on the device."""
+    """Training and test records on the device.
 
-    train: Split  # the private records
-    test: Split | None  # records the guarantee does not cover; None if none are tested on
-    gain: Tensor  # scaling as one multiply-add, in the shape of a record with sides of 1
+    Attributes:
+        train: the private records.
+        test: records that the guarantee does not cover; None if none are tested on.
+        gain, offset: scaling as one multiply-add, in the shape of a record with sides of 1.
+        task: what the targets are.
+        example: made-up rows to try a network on; None for any numbers.
+        crafted: records of an audit; None for others.
+    """
+
+    train: Split
+    test: Split | None
+    gain: Tensor
     offset: Tensor
-    task: Task  # what the targets are
-    example: Tensor | None = None  # made-up rows to try a network on; None for any numbers
-    crafted: Crafted | None = None  # records of an audit; None for others
+    task: Task
+    example: Tensor | None = None
+    crafted: Crafted | None = None
 
     @property
     def splits(self) -> tuple[Split, ...]:
@@ -175,7 +210,12 @@ class Data:
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of images and labels and their shapes. Published for public data only."""
+    """Return the SHA-256 of images and labels and their shapes. Published for public data only.
+
+    Args:
+        splits: training records, and the test records if there are any. Images of a file with a
+            checksum are not read again.
+    """
     digest = hashlib.sha256()
     for split in splits:
         digest.update(split.sha256.encode())
@@ -186,8 +226,12 @@ def fingerprint(*splits: Split) -> str:
 
 
 def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factors and summands of records, in the shape of a record with sides of 1."""
-    shape = records.channels, *[1] * (len(records.shape) - 1)
+    """Return factors and summands of records, float32, in the shape of a record with sides of 1.
+
+    Images of shape (3, 32, 32) have those of shape (3, 1, 1).
+    """
+    other_sides = (1,) * (len(records.shape) - 1)
+    shape = (records.channels, *other_sides)
     gain, offset = torch.tensor(records.scaling, dtype=torch.float64, device=device)
     return gain.view(shape).float(), offset.view(shape).float()
 
@@ -195,7 +239,10 @@ def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
 def on_device(dataset: data.Dataset, device: torch.device, records: Records | None = None) -> Data:
     """Return the records of a dataset on a device.
 
-    ``records`` say how they are scaled; None for the dataset's.
+    Args:
+        dataset: arrays in memory, or rows of a file.
+        device: device to train on.
+        records: how they are scaled; None for the dataset's facts.
     """
     known = records or dataset.facts.records
     train = _on_device(dataset.train, device)

@@ -18,8 +18,16 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 class LoraLinear(nn.Linear):
     """Frozen linear layer with a trained low-rank update (Hu et al. 2021, arXiv 2106.09685).
 
-    Weight and bias are those of ``layer`` and keep their names. The update is scaled by
-    alpha / rank and is initially 0.
+    It computes W x + b + (alpha / rank) B A x. The update is initially 0, because B is.
+
+    Args:
+        layer: layer whose weight and bias these are, by the same names.
+        trained: its ``rank`` is that of the update.
+
+    Attributes:
+        down: A, of shape (rank, in).
+        up: B, of shape (out, rank).
+        scale: alpha / rank, where alpha is :data:`ALPHA`.
     """
 
     def __init__(self, layer: nn.Linear, trained: Trained) -> None:
@@ -45,7 +53,15 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
     """Freeze everything except one part of a network, in place.
 
     Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
-    network with a backbone. Raises ModelError if it has no such part.
+    network with a backbone.
+
+    Args:
+        network: network with public weights.
+        trained: the part to train.
+        shape: shape of a record.
+
+    Raises:
+        ModelError: the network has no such part.
     """
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and name:
@@ -66,6 +82,7 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
 
 
 def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:
+    """Return the normalisation layers of a network. Raises ModelError if it has none."""
     norms: list[nn.Module] = [module for module in network.modules() if isinstance(module, NORMS)]
     if not norms:
         raise _missing(trained, "the network has no normalisation layer")
@@ -81,15 +98,14 @@ def _low_rank(
     others, too.
     """
     calls, _ = linear_calls(network, shape)
-    wanted = network.lora_layers if isinstance(network, WithHead) else None
     shared = shared_parameters(network)
-    names = [
-        name
-        for name in dict.fromkeys(called for called, *_ in calls)
-        if not f"{name}.".startswith(f"{head}.")
-        and (wanted is None or name in wanted)
-        and shared.isdisjoint(map(id, network.get_submodule(name).parameters()))
-    ]
+    names = list[str]()
+    for name in dict.fromkeys(called for called, *_ in calls):
+        in_head = f"{name}.".startswith(f"{head}.")
+        passed_over = isinstance(network, WithHead) and name not in network.lora_layers
+        parameters = {id(p) for p in network.get_submodule(name).parameters()}
+        if not in_head and not passed_over and shared.isdisjoint(parameters):
+            names.append(name)
     if not names:
         raise _missing(trained, "the network has no linear layer of its own besides its head")
     parts = list[nn.Module]()
@@ -102,4 +118,5 @@ def _low_rank(
 
 
 def _missing(trained: Trained, why: str) -> ModelError:
+    """Return the error for a part that a network does not have."""
     return ModelError(f"{{train=}}{trained.part}: {why}. Train another part, or use {{train=}}all.")

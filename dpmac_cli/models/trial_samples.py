@@ -1,4 +1,8 @@
-"""Made-up samples for validation, and losses of a network's outputs."""
+"""Made-up samples for validation, and losses of a network's outputs.
+
+A network is tried before it sees a record, so that its faults can be printed: they follow from
+made-up numbers alone.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -55,15 +59,25 @@ class Trial:
     ) -> "Trial":
         """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype.
 
-        ``example``: made-up samples to try it on; None for random numbers.
+        Args:
+            model: the classifier, whose parameters tell the dtype.
+            shape: shape of a sample.
+            classes: number of classes.
+            example: made-up samples to try it on; None for random numbers.
         """
         if example is not None:
             return Trial(Structure(example.to(dtype_of(model)), numbers=(PUBLIC,)), classes)
         return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
 
     def losses(self, outputs: Tensor) -> Tensor:
-        """Return a loss per sample with a gradient for every output, also for a single one."""
-        return outputs if self.classes is None else (outputs.square() / 2 + outputs).sum(1)
+        """Return a loss per sample with a gradient for every output, also for a single one.
+
+        Args:
+            outputs: logits, shape (samples, classes), or losses, which are returned as they are.
+        """
+        if self.classes is None:
+            return outputs
+        return (outputs.square() / 2 + outputs).sum(1)
 
     def samples(self, count: int) -> Batch:
         """Return fixed random samples, numbers in float64 unless they keep their dtype."""
@@ -114,10 +128,12 @@ def fitted(model: nn.Module, structure: Structure, weigh: RecordWeights | None =
         weigh: weights of a program, which are tried on the same rows; None without.
     """
     try:
-        ways = _ways(model, structure)
-        return next(filter(lambda each: _works(model, each, weigh), ways), structure)
+        for way in _ways(model, structure):
+            if _works(model, way, weigh):
+                return way
     except (Exception, SystemExit):  # noqa: BLE001  (it cannot be copied: validation says so)
         return structure
+    return structure
 
 
 def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
@@ -132,17 +148,18 @@ def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
         kinds += [(SHARES,) * len(numbers)]
     if structure.keep and all(len(torch.unique(t, dim=0)) >= ENOUGH for t in numbers):
         kinds += [(PUBLIC,) * len(numbers)]
-    alike = {t.dtype for t in numbers} <= {dtype_of(model)}
-    for own in (False, True) if alike else (True,):
+    of_one_dtype = {t.dtype for t in numbers} <= {dtype_of(model)}
+    for keep_dtype in (False, True) if of_one_dtype else (True,):
         for kind in kinds:
-            yield replace(structure, numbers=kind, own=own)
+            yield replace(structure, numbers=kind, own=keep_dtype)
 
 
 def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
     """Return whether a network has finite losses for made-up samples, none of them rounded more."""
     network = copy.deepcopy(model)
     network = network if structure.own else network.double()
-    rows, noticed = structure.made_up(TRIED, double=True), _InFloat32()  # type: ignore[no-untyped-call]
+    rows = structure.made_up(TRIED, double=True)
+    noticed = _InFloat32()  # type: ignore[no-untyped-call]
     losses = list[Tensor]()
     try:
         with forked(), torch.no_grad(), noticed:
@@ -155,36 +172,52 @@ def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) 
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
         return False
     finite = all(bool(loss.isfinite().all()) for loss in losses)
-    return finite and (structure.own or not noticed.found)
+    return finite and (structure.own or not noticed.computed)
 
 
 class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Notices whether something is computed of numbers in float32."""
+    """Notices whether something is computed of numbers in float32.
 
-    found = False
+    Attributes:
+        computed: whether an operation that rounds had inputs and results in float32.
+    """
+
+    computed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not (func.is_view or func.overloadpacket.__name__ in EXACT):
-            given, computed = tensors_in((args, kwargs)), tensors_in(result)
-            both = [any(t.dtype == torch.float32 for t in some) for some in (given, computed)]
-            self.found |= all(both)
+            inputs, results = tensors_in((args, kwargs)), tensors_in(result)
+            reads_float32 = any(t.dtype == torch.float32 for t in inputs)
+            writes_float32 = any(t.dtype == torch.float32 for t in results)
+            self.computed |= reads_float32 and writes_float32
         return result
 
 
 def trained_parts(model: nn.Module, size: int | None = None) -> str:
     """Return which parameters of a network are trained and which are frozen, as a sentence.
 
-    ``size`` is the number that are trained, if it is known: without rows that are padding.
+    Example:
+        >>> trained_parts(nn.Linear(2, 3))
+        '9 parameters are trained: weight, bias.'
+
+    Args:
+        model: the network.
+        size: number of trained numbers, if it is known without rows that are padding.
     """
-    said = []
-    for what in ("trained", "frozen"):
-        some = {
-            name.removeprefix("network."): p.numel()
-            for name, p in model.named_parameters()
-            if p.requires_grad == (what == "trained")
-        }
-        names = list(some) if len(some) <= NAMED else [*list(some)[:2], "...", *list(some)[-2:]]
-        count = sum(some.values()) if size is None or what == "frozen" else size
-        said += [f"{count:,} parameters are {what}: {', '.join(names)}"] * bool(some)
-    return f"{'; '.join(said)}."
+    clauses = list[str]()
+    for state in ("trained", "frozen"):
+        sizes = dict[str, int]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad == (state == "trained"):
+                sizes[name.removeprefix("network.")] = parameter.numel()
+        if not sizes:
+            continue
+        count = sum(sizes.values())
+        if state == "trained" and size is not None:
+            count = size
+        names = list(sizes)
+        if len(names) > NAMED:
+            names = [*names[:2], "...", *names[-2:]]
+        clauses.append(f"{count:,} parameters are {state}: {', '.join(names)}")
+    return f"{'; '.join(clauses)}."

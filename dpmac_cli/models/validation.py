@@ -3,7 +3,8 @@
 A network in training sees one record at a time (:mod:`dpmac_cli.dp.clipping.per_sample`), so it
 cannot mix records. One that computes something else for a batch than for one record is trained on
 other values than its author meant, so it is rejected, as are networks that store information about
-records.
+records. All checks run on made-up samples and on copies of the network. They find mistakes; they
+prove nothing about a network that means to cheat.
 """
 
 import contextlib
@@ -232,7 +233,12 @@ class _Permitted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 def check_precision(model: nn.Module, trial: Trial) -> None:
     """Reject a network that reads other processes, or computes in fewer than 32 bits on its device.
 
-    Raises ModelError.
+    Args:
+        model: network with its loss, on the device to train on. A copy of it runs.
+        trial: made-up samples.
+
+    Raises:
+        ModelError: names the operation.
     """
     x = trial.inputs.to(device_of(model)).made_up(1)
     network = copy.deepcopy(model)
@@ -245,7 +251,15 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
 
 @contextlib.contextmanager
 def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
-    """Convert exceptions of user code on random samples, which are not private, to ModelError."""
+    """Convert exceptions of user code on random samples, which are not private, to ModelError.
+
+    Args:
+        trial: made-up samples on which it runs.
+        model: network with its loss, for the remedy.
+
+    Raises:
+        ModelError: in place of any other exception of the block.
+    """
     try:
         yield
     except (Exception, SystemExit) as failure:
@@ -261,40 +275,40 @@ def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
 
 def _remedy(reason: BaseException, trial: Trial, model: nn.Module) -> str:
     """Return what to do about a failure on made-up samples."""
-    said = str(reason)
     if differentiates(reason):
         return DIFFERENTIATED
     if mixes_dtypes(reason):
         return _other_dtypes(trial, model)
-    said_shapes = any(word in said for word in OF_SHAPES)
+    message = str(reason)
+    of_shapes = any(word in message for word in OF_SHAPES)
     if trial.classes is not None:
-        more = WRITE_SHAPE if said_shapes else OWN_TENSORS
+        remedy = WRITE_SHAPE if of_shapes else OWN_TENSORS
     else:
-        more = (TARGETS if said_shapes else RANGES) + OWN_TENSORS
-    return f"It must accept any number of such samples, including one. {more}"
+        remedy = (TARGETS if of_shapes else RANGES) + OWN_TENSORS
+    return f"It must accept any number of such samples, including one. {remedy}"
 
 
 def _other_dtypes(trial: Trial, model: nn.Module) -> str:
     """Return which parts of a batch or a network have another dtype, and a remedy."""
-    wanted, kinds = dtype_of(model), list[str]()
-    for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if t.dtype == torch.float64:
-            kinds.append(name.removeprefix("network."))
-    parts = {
-        name: part.dtype
-        for name, part in parts_by_name(trial.inputs.template).items()
-        if isinstance(part, Tensor) and part.is_floating_point() and part.dtype != wanted
-    }
-    if kinds and (wanted != torch.float64 or parts):
-        few = ", ".join([*kinds[:NAMED], "..."] if len(kinds) > NAMED else kinds)
+    wanted, in_float64 = dtype_of(model), list[str]()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.dtype == torch.float64:
+            in_float64.append(name.removeprefix("network."))
+    dtypes = dict[str, torch.dtype]()
+    for name, part in parts_by_name(trial.inputs.template).items():
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dtype != wanted:
+            dtypes[name] = part.dtype
+    if in_float64 and (wanted != torch.float64 or dtypes):
+        if len(in_float64) > NAMED:
+            in_float64 = [*in_float64[:NAMED], "..."]
         return (
             f"These parts of the network are torch.float64, and others or the records are not: "
-            f"{few}. Add this line before training: network.float()"
+            f"{', '.join(in_float64)}. Add this line before training: network.float()"
         )
-    if parts:
-        named = ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
-        remedy = f"{next(iter(parts))}.to({wanted})"
-        return f"{named}, and the network {wanted}. Write {remedy} in the loss."
+    if dtypes:
+        parts = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        first, *_ = dtypes
+        return f"{parts}, and the network {wanted}. Write {first}.to({wanted}) in the loss."
     return f"{HELD_DTYPE} {OWN_TENSORS}"
 
 
@@ -334,13 +348,11 @@ def _is_constant(norm: Any) -> bool:
 
 def _computed_tensor(model: nn.Module) -> str:
     """Return the name of an attribute that autograd has computed; "" if there is none."""
-    computed = (
-        f"{name}.{key}".lstrip(".")
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    )
-    return next(computed, "")
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return f"{name}.{key}".lstrip(".")
+    return ""
 
 
 def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
@@ -385,29 +397,29 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
     if trial.classes is None and isinstance(logits, Tensor) and logits.ndim == 0:
         logits = logits.expand(count)  # the mean loss of the batch: see _check_alone
     if not isinstance(logits, Tensor):
-        found = f"a {type(logits).__name__}"
+        returned = f"a {type(logits).__name__}"
     elif logits.shape != ((count,) if trial.classes is None else (count, trial.classes)):
-        found = f"{tuple(logits.shape)}"
+        returned = f"{tuple(logits.shape)}"
     elif not logits.is_floating_point() and not scored:
-        found = f"{logits.dtype} numbers"
+        returned = f"{logits.dtype} numbers"
     elif not bool(logits.isfinite().any()) and not scored:
-        found = "only NaN or infinity"
+        returned = "only NaN or infinity"
     else:
         return
     if trial.classes is None:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
         raise ModelError(
-            f"The loss returns {found} for a batch of {count} samples. Return one real loss per "
+            f"The loss returns {returned} for a batch of {count} samples. Return one real loss per "
             "sample, a tensor of shape (samples,): cross_entropy(output, target, reduction='none'),"
             f" or for tokens, (losses * mask).sum(1).{_on_shape(shape, count)}"
         )
-    several = isinstance(logits, Tensor) and logits.ndim > 2
-    flat = (
-        " For one row of numbers per sample, write x.flatten(1) in its forward." if several else ""
-    )
+    flat = ""
+    if isinstance(logits, Tensor) and logits.ndim > 2:
+        flat = " For one row of numbers per sample, write x.flatten(1) in its forward."
     raise ModelError(
-        f"The model returns {found} for {count} samples of shape {trial.inputs}. Return one tensor "
-        f"of real logits of shape (samples, {trial.classes}), with one column per class.{flat}"
+        f"The model returns {returned} for {count} samples of shape {trial.inputs}. Return one "
+        f"tensor of real logits of shape (samples, {trial.classes}), with one column per class."
+        f"{flat}"
     )
 
 
@@ -426,7 +438,14 @@ def _on_shape(shape: tuple[int, ...], count: int) -> str:
 
 
 def prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Turn dropout into the identity, and set a ``frozen`` model to evaluation mode."""
+    """Turn dropout into the identity, and set a ``frozen`` model to evaluation mode.
+
+    So what a sample changes in another's outputs is not hidden by random draws.
+
+    Args:
+        model: network, which is changed in place.
+        frozen: see :func:`check_model`.
+    """
     if frozen:
         model.eval()
     for module in model.modules():
@@ -439,7 +458,7 @@ def prepared(model: nn.Module, frozen: bool) -> nn.Module:
 
 @torch.no_grad()
 def randomise_zeros(model: nn.Module) -> None:
-    """Randomise zero parameters, which would hide the effects of earlier layers."""
+    """Randomise zero parameters, which would hide the effects of earlier layers, in place."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point() and not p.any():
@@ -467,8 +486,9 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
     for _ in range(2):
         with same_draws():
             outputs.append(model(x))
-        if said := before.changed(STORED):
-            raise ModelError(f"A forward pass changes the network: {said}")
+        changes = before.changed(STORED)
+        if changes:
+            raise ModelError(f"A forward pass changes the network: {changes}")
     first, again = outputs
     if not torch.allclose(again, first, rtol=1e-6, atol=1e-9, equal_nan=True):
         raise ModelError(
@@ -497,17 +517,17 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
         _, outputs = values[-1]
         if reduced:
             losses.append(outputs.reshape(()).double())
-        elif not _differ(outputs_of_batch, outputs, row, own=in_float32):
+        elif not _differ(outputs_of_batch, outputs, row, in_float32):
             continue
         if mixing_part is None:
-            mixing_part = _first_difference(values_of_batch, values, row, own=in_float32)
+            mixing_part = _first_difference(values_of_batch, values, row, in_float32)
         if not reduced:
             raise _mixed(model, mixing_part or "")
-    if reduced and not _is_mean(outputs_of_batch.double(), torch.stack(losses), own=in_float32):
+    if reduced and not _is_mean(outputs_of_batch.double(), torch.stack(losses), in_float32):
         raise ModelError(NOT_THE_MEAN) if mixing_part is None else _mixed(model, mixing_part)
 
 
-def _is_mean(of_batch: Tensor, losses: Tensor, *, own: bool) -> bool:
+def _is_mean(of_batch: Tensor, losses: Tensor, in_float32: bool) -> bool:
     """Return whether the loss of a batch is the mean of the losses of its samples.
 
     A step averages the gradients of such losses, so it trains on what the loss of a batch means.
@@ -515,71 +535,77 @@ def _is_mean(of_batch: Tensor, losses: Tensor, *, own: bool) -> bool:
     Args:
         of_batch: one loss for a batch, shape ().
         losses: loss of each of its samples alone, shape (samples,).
-        own: whether they are not computed in float64.
+        in_float32: whether they are not computed in float64.
     """
-    relative, absolute = _rounding(losses, own)
+    relative, absolute = _rounding(losses, in_float32)
     return torch.allclose(of_batch, losses.mean(), relative, absolute, equal_nan=True)
 
 
 def _first_difference(
-    of_batch: list[tuple[str, Any]], alone: list[tuple[str, Any]], row: int, *, own: bool
+    of_batch: list[tuple[str, Any]], alone: list[tuple[str, Any]], row: int, in_float32: bool
 ) -> str | None:
     """Return the name of the first part that computes something else for a row of a batch.
 
     Args:
         of_batch, alone: values of the batch and of the row alone, see :func:`_values_by_part`.
         row: number of the row.
-        own: whether they are not computed in float64.
+        in_float32: whether they are not computed in float64.
 
     Returns:
         "" for the model itself; None if no values of the same shape differ.
     """
     for (name, values), (_, values_alone) in zip(of_batch, alone, strict=False):
-        if _differ(values, values_alone, row, own=own):
+        if _differ(values, values_alone, row, in_float32):
             return name
     return None
 
 
 def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
     """Return what modules compute in order: the inputs of a part are computed by its parent."""
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
 
-    def entered(name: str, _: nn.Module, given: Any, named: Any) -> None:
-        found.append((name.rpartition(".")[0], (given, named)))
+    def entered(name: str, _: nn.Module, arguments: Any, keywords: Any) -> None:
+        parent, _, _ = name.rpartition(".")
+        values.append((parent, (arguments, keywords)))
 
-    def left(name: str, _: nn.Module, __: Any, out: Any) -> None:
-        found.append((name, out))
+    def ended(name: str, _: nn.Module, __: Any, outputs: Any) -> None:
+        values.append((name, outputs))
 
     with contextlib.ExitStack() as hooks, constant_draws():
         for name, module in model.named_modules():
             for hook in (
                 module.register_forward_pre_hook(partial(entered, name), with_kwargs=True),
-                module.register_forward_hook(partial(left, name)),
+                module.register_forward_hook(partial(ended, name)),
             ):
                 hooks.callback(hook.remove)
         model(x)
-    return found
+    return values
 
 
-def _differ(batch: Any, one: Any, row: int, *, own: bool) -> bool:
+def _differ(batch: Any, one: Any, row: int, in_float32: bool) -> bool:
     """Return whether values of a row of a batch are others alone, by more than rounding.
 
-    ``own``: whether they are not computed in float64.
+    Args:
+        batch: any nesting of tensors. Those without one row per sample are not compared.
+        one: the same of the row alone.
+        row: number of the row.
+        in_float32: whether they are not computed in float64.
     """
-    pairs = zip(tensors_in(batch), tensors_in(one), strict=False)
-    return any(
-        of.shape[:1] == (FEW,)
-        and of[row : row + 1].shape == alone.shape
-        and not torch.allclose(
-            of[row : row + 1].double(), alone.double(), *_rounding(of, own), equal_nan=True
-        )
-        for of, alone in pairs
-    )
+    for of_batch, alone in zip(tensors_in(batch), tensors_in(one), strict=False):
+        if of_batch.shape[:1] != (FEW,):
+            continue
+        of_row = of_batch[row : row + 1]
+        if of_row.shape != alone.shape:
+            continue
+        relative, absolute = _rounding(of_batch, in_float32)
+        if not torch.allclose(of_row.double(), alone.double(), relative, absolute, equal_nan=True):
+            return True
+    return False
 
 
-def _rounding(values: Tensor, own: bool) -> tuple[float, float]:
+def _rounding(values: Tensor, in_float32: bool) -> tuple[float, float]:
     """Return how much rounding may change values, relative to each, and in all."""
-    if not own:
+    if not in_float32:
         return 1e-6, 1e-9
     largest = values.double().abs().nan_to_num(posinf=0).max() if values.numel() else 0.0
     return SINGLE, SINGLE * float(largest)
