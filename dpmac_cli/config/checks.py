@@ -56,15 +56,37 @@ def faults(plan: Plan) -> Iterator[str]:
     Args:
         plan: completed settings with facts of the records. Its noise may not be known yet.
     """
-    settings, facts, optimizer = plan.settings, plan.facts, plan.optimizer
+    settings, facts = plan.settings, plan.facts
+    yield from _optimizer_faults(plan)
+    yield from _step_faults(plan)
+    yield from _frozen_faults(plan)
+    yield from _score_faults(settings, facts)
+    yield from _task_faults(plan)
+    yield from _image_faults(settings, facts)
+    if settings.loss in FUNCTIONS and settings.label_smoothing:
+        yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
+    yield from _calibration_faults(settings, facts)
+    yield from _range_faults(plan)
+    yield from _loss_faults(settings, facts)
+    yield from _weight_faults(settings, facts)
+
+
+def _optimizer_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in hyperparameters of the optimizer, and in a loss that it is not for."""
+    loss, optimizer = plan.settings.loss, plan.optimizer
     if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
         yield f"{{h1}} ({optimizer.h1:g}) must not be above {{h2}} ({optimizer.h2:g})."
-    if settings.loss.startswith("quantile") and optimizer.centred:
+    if loss.startswith("quantile") and optimizer.centred:
         yield (
-            f"{{loss=}}{settings.loss} is not for {{optimizer=}}{optimizer.name}, which clips "
+            f"{{loss=}}{loss} is not for {{optimizer=}}{optimizer.name}, which clips "
             "about a centre that moves: the predictions would cover another share of the records. "
             "Use {optimizer=}dp-adam, dp-sgd or dp-adambc."
         )
+
+
+def _step_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in the number of steps, and in how their batches are drawn."""
+    settings, facts = plan.settings, plan.facts
     lengths = [] if settings.epochs is None else [settings.epochs]
     yield from misfits(facts.typed, facts.train_size, settings.batch_size, lengths)
     if settings.warmup_steps >= plan.event.steps:
@@ -77,9 +99,11 @@ def faults(plan: Plan) -> Iterator[str]:
             f"{{canaries}}: only poisson sampling can be audited, not {settings.sampler}. Leave "
             "out {sampler} or {canaries}."
         )
-    yield from _frozen_faults(plan)
-    yield from _score_faults(settings, facts)
-    task = facts.task
+
+
+def _task_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in settings that are not for the task, such as the network of another one."""
+    settings, task = plan.settings, plan.facts.task
     if settings.classes is not None and not task.labelled:
         yield "{task} and {classes} contradict each other: a language model has none. Give one."
     if task.network is not None and settings.model != task.network:
@@ -88,18 +112,19 @@ def faults(plan: Plan) -> Iterator[str]:
         yield f"{{model=}}{NETWORK} is only for {{task=}}{LANGUAGE_MODEL}. Leave it out."
     if task.network is not None and plan.trained.part == "head":
         yield f"{{train=}}head: a {task.kind} has no separate head. Use lora, norm or all."
-    if settings.augment is not None and len(facts.records.shape) != IMAGE:
-        shaped = "Add a dimension of channels to the array: x[:, None]."
-        yield (
-            f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
-            f"{facts.records.shape}. {shaped if facts.records.pixels > 1 else 'Leave it out.'}"
-        )
-    if settings.loss in FUNCTIONS and settings.label_smoothing:
-        yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
-    yield from _calibration_faults(settings, facts)
-    yield from _range_faults(plan)
-    yield from _loss_faults(settings, facts)
-    yield from _weight_faults(settings, facts)
+
+
+def _image_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    """Yield a fault if records that are no images are to be augmented."""
+    if settings.augment is None or len(facts.records.shape) == IMAGE:
+        return
+    remedy = "Leave it out."
+    if facts.records.pixels > 1:
+        remedy = "Add a dimension of channels to the array: x[:, None]."
+    yield (
+        f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
+        f"{facts.records.shape}. {remedy}"
+    )
 
 
 def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> Iterator[str]:

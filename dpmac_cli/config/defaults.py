@@ -304,7 +304,10 @@ def completed(settings: Settings, facts: Dataset) -> Settings:
     settings = settings.filled({"scale": _scale_of_numbers(settings, facts)})
     if settings.dataset not in DATASETS:
         settings = settings.filled({"delta": _delta(facts.train_size)})
-    return settings.filled(_depending(settings, facts.defaults) | _of_task(settings, facts))
+    settings = settings.filled(_depending(settings, facts.defaults) | _of_task(settings, facts))
+    if settings.train == "lora":
+        settings = settings.filled({"lora_rank": Trained.rank})
+    return settings
 
 
 def _of_task(settings: Settings, facts: Dataset) -> dict[str, Any]:
@@ -313,19 +316,23 @@ def _of_task(settings: Settings, facts: Dataset) -> dict[str, Any]:
     values: dict[str, Any] = {"loss": task.losses[0], "metric": task.headline.name}
     if settings.augmentations is not None:
         values["augment"] = facts.augment
-    if task.network is None:
-        return values
-    values |= {"model": task.network, "train": "lora"}
-    if settings.train in (None, "lora"):
-        values["lora_rank"] = Trained.rank
+    if task.network is not None:
+        values |= {"model": task.network, "train": "lora"}
     return values
+
+
+def _counts_by_default(settings: Settings) -> bool:
+    """Return whether noisy histograms are counted without being asked for.
+
+    Their cost is a part of a target; where noise is given, they would add to what it costs.
+    """
+    return settings.recipe == BEST and settings.epsilon is not None
 
 
 def _calibration(settings: Settings, facts: Dataset) -> str:
     """Return the default way to calibrate: none where noise is given, or nobody uses the model."""
-    targeted = settings.recipe == BEST and settings.epsilon is not None
-    calibrated = targeted and facts.task.calibrates and not settings.canaries
-    return HISTOGRAM if calibrated else NO_CALIBRATION
+    used = facts.task.calibrates and not settings.canaries
+    return HISTOGRAM if used and _counts_by_default(settings) else NO_CALIBRATION
 
 
 #: Numbers n epsilon / sqrt(C) below which the ranges of C columns cannot be found, and from which
@@ -336,8 +343,7 @@ NEEDED, ENOUGH = 200, 800
 def _scale_of_numbers(settings: Settings, facts: Dataset) -> str:
     """Return the default scale of numbers with a declared range."""
     records = facts.records
-    targeted = settings.recipe == BEST and settings.epsilon is not None
-    if not targeted or settings.features != COLUMNS:
+    if settings.features != COLUMNS or not _counts_by_default(settings):
         return DECLARED_SCALE
     if not isinstance(records, Table) or not records.count("number"):
         return DECLARED_SCALE
@@ -379,8 +385,6 @@ def _depending(settings: Settings, defaults: Defaults) -> dict[str, Any]:
         values["train"] = "head"
     elif settings.pretrained is not None:
         values["train"] = "all"
-    if settings.train == "lora":
-        values["lora_rank"] = Trained.rank
     return values
 
 

@@ -120,8 +120,13 @@ Several = Annotated[tuple[T, ...], BeforeValidator(split)]
 
 
 def flag_name(name: str) -> str:
-    """Return the name of a setting as a flag."""
+    """Return the name of a setting as a flag: "batch-size" of "batch_size"."""
     return name.replace("_", "-")
+
+
+def setting_name(flag: object) -> str:
+    """Return the name of a setting by its flag, or by a key of a file, which may be no text."""
+    return str(flag).replace("-", "_")
 
 
 def parts(field: FieldInfo) -> list[Any]:

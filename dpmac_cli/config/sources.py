@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dpmac_cli.bounded_yaml import TextLoader, read_text
-from dpmac_cli.config.flags import flag_name, is_given
+from dpmac_cli.config.flags import flag_name, is_given, setting_name
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import NOT_BOTH, Settings
 from dpmac_cli.errors import InputError, raise_errors
@@ -60,7 +60,7 @@ def read_yaml(file: Path) -> Layers:
     places, errors = dict[str, str](), list[str]()
     entries = root.value if mapping else ()
     for key, value in entries:
-        name = _setting(key.value)
+        name = setting_name(key.value)
         place = f"{file}, line {key.start_mark.line + 1}"
         if name in places:
             errors.append(f"{place}: {key.value} is given twice. Give it once.")
@@ -68,12 +68,7 @@ def read_yaml(file: Path) -> Layers:
             errors.append(f"{place}: {key.value} is empty.")
         places[name] = place
     raise_errors(errors)
-    return {_setting(key): _value(value) for key, value in mapping.items()}, places
-
-
-def _setting(key: object) -> str:
-    """Return the name of a setting that is the key of a file."""
-    return str(key).replace("-", "_")
+    return {setting_name(key): _value(value) for key, value in mapping.items()}, places
 
 
 def _value(value: Any) -> Any:
@@ -96,13 +91,21 @@ def to_yaml(recorded: Values) -> str:
 
 
 def by_flag(settings: Values) -> dict[str, Any]:
-    """Return settings by the names of their flags, as files have them."""
+    """Return settings by the names of their flags, as files have them.
+
+    Args:
+        settings: values by the names of settings.
+    """
     return {flag_name(name): value for name, value in settings.items()}
 
 
 def by_setting(recorded: Values) -> dict[str, Any]:
-    """Return the settings of a file, which has them by the names of their flags."""
-    return {name.replace("-", "_"): value for name, value in recorded.items()}
+    """Return the settings of a file, which has them by the names of their flags.
+
+    Args:
+        recorded: values of a file that dpmac wrote; see :func:`by_flag`.
+    """
+    return {setting_name(flag): value for flag, value in recorded.items()}
 
 
 def layered(
