@@ -271,7 +271,8 @@ def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
         )
     if not shares:
         return
-    if len(shares) != task.outputs or min(shares) <= 0 or abs(sum(shares) - 1) > 0.01:
+    sum_is_one = abs(sum(shares) - 1) <= 0.01
+    if len(shares) != task.outputs or min(shares) <= 0 or not sum_is_one:
         declared = ", ".join(f"{share:g}" for share in shares)
         yield (
             f"{{shares}} must be {task.outputs} numbers above 0 with the sum 1, one for each class "

@@ -2,7 +2,7 @@
 
 The best recipe for a budget is one rule from public facts, tuned as docs/recipes.md describes. It
 depends on the number of records, their shape, epsilon and the kind of network, never on the
-contents of a record.
+contents of a record. So defaults cost no epsilon.
 """
 
 import math
@@ -86,9 +86,10 @@ class Regime:
 
 
 #: Training of a network of any kind; on records of many inputs, its rate is lower.
-ANY = Regime(12, 20, 0.01, 0.95)
+ANY = Regime(share=12, epochs=20, rate=0.01, ema=0.95)
 #: Heads on vectors of public encoders of images and of texts.
-IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
+IMAGES = Regime(share=12, epochs=20, rate=0.003, ema=0.95)
+TEXTS = Regime(share=12, epochs=20, rate=0.005, ema=0.9)
 #: Epochs of a language model, and its learning rates: that of all weights times its width, and that
 #: of a part of them times the square root of it (docs/language-models.md).
 LANGUAGE_EPOCHS, WHOLE_MODEL, PART_OF_MODEL = 5, 0.64, 0.16
@@ -215,28 +216,34 @@ def _of_table(settings: Settings, facts: Dataset) -> Regime:
     if settings.model == "linear" and isinstance(facts.records, Table):
         rate_of_one = RATE_OF_COLUMNS if classes else RATE_OF_NUMBERS
         rate = float(f"{min(MOST_RATE, rate_of_one / facts.records.wide):.2g}")
-    return Regime(share, math.ceil(TABLE_STEPS / share), rate, 0.95)
+    return Regime(share, epochs=math.ceil(TABLE_STEPS / share), rate=rate, ema=0.95)
 
 
 def _of_features(features: int, scale: float) -> Regime:
     """Return how to train a linear layer on a number of fixed features."""
     if scale < FEW:
-        return Regime(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
+        rate = 0.18 / math.sqrt(features)
+        rate = min(0.01, max(0.003, rate))
+        return Regime(share=6, epochs=20, rate=rate, ema=0.9)
     if features > WIDE:
-        return Regime(6, 20, 0.003, 0.95)
-    return Regime(12, 80, 0.002, 0.98)
+        return Regime(share=6, epochs=20, rate=0.003, ema=0.95)
+    return Regime(share=12, epochs=80, rate=0.002, ema=0.98)
 
 
 def _of_narrow(scale: float) -> Regime:
     """Return how to train classes of a table on a narrow hidden layer."""
-    return Regime(6, 20, 0.04, 0.9) if scale < FEW else Regime(12, 20, 0.06, 0.95)
+    if scale < FEW:
+        return Regime(share=6, epochs=20, rate=0.04, ema=0.9)
+    return Regime(share=12, epochs=20, rate=0.06, ema=0.95)
 
 
 def _of_perceptron(inputs: int, scale: float) -> Regime:
     """Return how to train a perceptron: few steps on many records each, unless noise is small."""
     if inputs > FEW_INPUTS:
-        return Regime(8, 10, 0.42 / math.sqrt(inputs), 0.9)
-    return Regime(3, 20, 0.03, 0.9) if scale < FEW else Regime(12, 20, 0.01, 0.95)
+        return Regime(share=8, epochs=10, rate=0.42 / math.sqrt(inputs), ema=0.9)
+    if scale < FEW:
+        return Regime(share=3, epochs=20, rate=0.03, ema=0.9)
+    return ANY
 
 
 def _scale(settings: Settings, facts: Dataset) -> float:
@@ -248,6 +255,9 @@ def recipe_of(settings: Settings) -> str:
     """Return PAPER or BEST, or the name that was given.
 
     Noise that is given means the run of the paper, where the paper describes one.
+
+    Args:
+        settings: settings as they were given.
     """
     if settings.recipe:
         return settings.recipe
@@ -313,7 +323,10 @@ def completed(settings: Settings, facts: Dataset) -> Settings:
 def _of_task(settings: Settings, facts: Dataset) -> dict[str, Any]:
     """Return defaults that depend on what is predicted: loss, metric, and network of tokens."""
     task = facts.task
-    values: dict[str, Any] = {"loss": task.losses[0], "metric": task.headline.name}
+    values: dict[str, Any] = {
+        "loss": task.losses[0],
+        "metric": task.headline.name,
+    }
     if settings.augmentations is not None:
         values["augment"] = facts.augment
     if task.network is not None:

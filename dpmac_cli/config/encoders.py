@@ -278,7 +278,8 @@ class TextEncoder(FeatureKind):
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values of everything but weights that determines the features."""
-        return {"kind": self.kind, "form": self.config.model_dump(), "texts": self.texts}
+        form = self.config.model_dump()
+        return {"kind": self.kind, "form": form, "texts": self.texts}
 
     @property
     def size(self) -> int:
@@ -460,7 +461,11 @@ def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) ->
 
 
 def transformers_config(form: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers that describes a network."""
+    """Return the configuration of transformers that describes a network.
+
+    Args:
+        form: checked values of a config.json, see :meth:`EncoderConfig.check_form`.
+    """
     return transformers.AutoConfig.for_model(**form, use_cache=False)
 
 

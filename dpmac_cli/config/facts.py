@@ -37,13 +37,23 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InMemoryData:
-    """Records in memory instead of in a file: either arrays, or a data frame and its schema."""
+    """Records in memory instead of in a file: either arrays, or a data frame and its schema.
 
-    path: Path  # the name in angle brackets; not a file
-    arrays: Mapping[str, Any] | None = None  # like those of an .npz
+    Two of them are equal only if they are the same object, because records are not compared.
+
+    Attributes:
+        path: name in angle brackets, such as "<table>"; not a file.
+        arrays: arrays by name like those of an .npz; None for a data frame.
+        frame: data frame, or dataset of Hugging Face; None for arrays.
+        schema: declared schema of the columns of a data frame.
+        inferred: parts of the schema that were read from the records.
+    """
+
+    path: Path
+    arrays: Mapping[str, Any] | None = None
     frame: Any = None
     schema: "TableSchema | None" = None
-    inferred: tuple[str, ...] = ()  # parts of the schema that were read from the records
+    inferred: tuple[str, ...] = ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: object) -> core_schema.CoreSchema:
@@ -72,7 +82,12 @@ def in_memory(value: Any) -> InMemoryData | None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Records that are left out: one description each, and why, with their numbers."""
+    """Records that are left out.
+
+    Attributes:
+        records: one description of each.
+        reasons: sentences on why, which name some of them.
+    """
 
     records: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -142,7 +157,8 @@ class DataFacts(Dataset):
     @property
     def public(self) -> Dataset:
         """Return the facts that the registry has of its datasets."""
-        return Dataset(**{each.name: getattr(self, each.name) for each in fields(Dataset)})
+        names = [field.name for field in fields(Dataset)]
+        return Dataset(**{name: getattr(self, name) for name in names})
 
 
 def published_facts(name: str, unit: str | None = None) -> DataFacts:
@@ -233,7 +249,11 @@ def check_name(*names: str) -> None:
 
 
 def left_out(descriptions: Sequence[str]) -> LeftOut:
-    """Return records that are left out, given a description of each that says why."""
+    """Return records that are left out, given a description of each that says why.
+
+    Args:
+        descriptions: one for each record, such as "row 3: age is missing".
+    """
     return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))
 
 

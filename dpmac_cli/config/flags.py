@@ -83,7 +83,11 @@ class OneOf:
         return f"{names}; or {described}" if names else described
 
     def check(self, value: object) -> object:
-        """Return an allowed text, or a value of another type. Raises an error of pydantic."""
+        """Return an allowed text, or a value of another type.
+
+        Raises:
+            PydanticCustomError: the text is none of them. The message lists what is allowed.
+        """
         if not isinstance(value, str) or value in self.names:
             return value
         if self.besides is not None:
@@ -101,14 +105,22 @@ class OneOf:
 
 
 def _not_empty(value: object) -> object:
+    """Return a value that is no empty text, which as a path would be the current folder."""
     if value == "":
         raise PydanticCustomError("empty", "Input should be a path")
     return value
 
 
 def split(value: object) -> object:
-    """Return the parts of a text with commas; other values are unchanged."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    """Return the parts of a text with commas; other values are unchanged.
+
+    Example:
+        >>> split("0.5, 1"), split(2)
+        (['0.5', '1'], 2)
+    """
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",")]
 
 
 #: A path that is not empty.
@@ -139,6 +151,7 @@ def parts(field: FieldInfo) -> list[Any]:
 
 
 def _flattened(annotation: Any) -> Iterator[Any]:
+    """Yield the types inside an annotation, and their metadata; see :func:`parts`."""
     if get_origin(annotation) in (Annotated, tuple, Union, UnionType):
         for part in get_args(annotation):
             yield from _flattened(part)
@@ -162,12 +175,15 @@ def is_switch(field: FieldInfo) -> bool:
 
 
 def takes_several(field: FieldInfo) -> bool:
-    """Return whether several comma-separated values may be given."""
+    """Return whether several comma-separated values may be given, as of ``Several[float]``."""
     return ... in parts(field)
 
 
 def choices_of(field: FieldInfo) -> OneOf:
-    """Return the names that a field accepts; none if any text is allowed."""
+    """Return the names that a field accepts; none if any text is allowed.
+
+    They are those of :class:`OneOf`, or the values of a ``Literal``.
+    """
     for part in parts(field):
         if isinstance(part, OneOf):
             return part
@@ -214,8 +230,12 @@ class Flags(BaseModel, frozen=True):
     the same way for command line, YAML and Python. The context of a validation has the places of
     values that are from a file.
 
+    Attributes:
+        not_both: groups of flags of which one may be given, and why.
+        renamed: flags by the names that other libraries give them.
+
     Raises:
-        InputError: lists every fault found.
+        InputError: lists every fault together: unknown names, invalid values, contradictions.
     """
 
     model_config = ConfigDict(
@@ -251,9 +271,7 @@ class Flags(BaseModel, frozen=True):
         try:
             validated = handler(texts)
         except ValidationError as failure:
-            order = list(texts)
-            errors = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
-            faults = [_sentence(fault, cls, places) for fault in errors]
+            faults = [_sentence(fault, cls, places) for fault in _in_order(failure, list(texts))]
             raise InputError([*dict.fromkeys(faults), *contradictions]) from None
         raise_errors(contradictions)
         return validated
@@ -292,7 +310,12 @@ def lonely(values: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> I
 
 
 def is_given(value: object) -> bool:
-    """Return whether a flag or a keyword has a value. 0 is one, which equals False."""
+    """Return whether a flag or a keyword has a value. 0 is one, which equals False.
+
+    Example:
+        >>> is_given(0), is_given(False), is_given(None)
+        (True, False, False)
+    """
     return value is not None and value is not False
 
 
@@ -355,7 +378,12 @@ def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> 
 
 
 def in_file(error: str, places: Places) -> str:
-    """Return a contradiction, after the place of the first of its settings that is from a file."""
+    """Return a contradiction, after the place of the first of its settings that is from a file.
+
+    Args:
+        error: sentence that names settings in braces.
+        places: places by the names of settings; without any of them, the sentence is unchanged.
+    """
     for name, place in places.items():
         if f"{{{name}}}" in error:
             return f"{place}: {as_keywords(error)}"
@@ -363,7 +391,14 @@ def in_file(error: str, places: Places) -> str:
 
 
 def as_text(value: object, field: FieldInfo | None) -> object:
-    """Return a number, a path or the parts of a text as text, and the values of switches as is."""
+    """Return a number, a path or the parts of a text as text, and the values of switches as is.
+
+    So a value has the same limits and the same message, wherever it comes from.
+
+    Args:
+        value: a value of a program or a file.
+        field: field that it is for; None if there is none of its name.
+    """
     if isinstance(value, bool):
         return value if field is None or is_switch(field) else str(value).lower()
     if isinstance(value, list | tuple) and field is not None and JOINED in field.metadata:
@@ -372,8 +407,23 @@ def as_text(value: object, field: FieldInfo | None) -> object:
     return str(value) if isinstance(value, Real | Path) else value
 
 
+def _in_order(failure: ValidationError, names: list[str]) -> list[ErrorDetails]:
+    """Return the errors of a validation in the order in which its values were given."""
+
+    def place(error: ErrorDetails) -> int:
+        return names.index(str(error["loc"][0]))
+
+    return sorted(failure.errors(), key=place)
+
+
 def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
-    """Return an error of pydantic with the setting, the value and names that are close to it."""
+    """Return an error of pydantic with the setting, the value and names that are close to it.
+
+    Args:
+        fault: an error of the validation.
+        model: model that was validated.
+        places: places of values of a file, by the names of their settings.
+    """
     name, value = str(fault["loc"][0]), fault["input"]
     why, _, _ = fault["msg"].partition(", unable to parse")
     known = model.model_fields

@@ -19,14 +19,23 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Name of a network in :data:`MODELS`."""
+    """A network of dpmac.
+
+    Attributes:
+        name: its name in :data:`MODELS`.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class UserModel:
-    """A factory in a file, ``net.py:make``, or in an importable module, ``package.net:make``."""
+    """A factory in a file, ``net.py:make``, or in an importable module, ``package.net:make``.
+
+    Attributes:
+        place: path of the file, or name of the module.
+        factory: name of the function or class in it.
+    """
 
     place: str
     factory: str
@@ -70,7 +79,11 @@ class NetworkKind:
     physical_batch: int = 0
 
     def samples_at_a_time(self, pixels: int) -> int:
-        """Return how many samples of this size fit in the memory of a batch of small ones."""
+        """Return how many samples of this size fit in the memory of a batch of small ones.
+
+        Args:
+            pixels: height times width of an image.
+        """
         return self.physical_batch * SMALL // max(pixels, SMALL)
 
 
@@ -128,7 +141,10 @@ class Scattered(FixedFeatures):
 
 @dataclass(frozen=True)
 class TableColumns(FixedFeatures):
-    """Inputs of each column of a table: a number and its hats, and so on."""
+    """Inputs of each column of a table: a number and its hats, and so on.
+
+    :func:`~dpmac_cli.config.records.inputs_of` has the number of inputs of each kind of column.
+    """
 
     reads: ClassVar = "table"
     #: The middle of the range of a number, and equal logits: noise leaves few steps to unlearn.
@@ -161,7 +177,8 @@ class OwnFeatures(FixedFeatures):
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values that tell the function from an earlier one of its name."""
-        return {"kind": self.kind, "code": _code_of(getattr(self.function, "__code__", None))}
+        code = _code_of(getattr(self.function, "__code__", None))
+        return {"kind": self.kind, "code": code}
 
     def shape_of(self, _: Records) -> tuple[int, ...]:
         """Return the shape of the features of a record."""
@@ -276,9 +293,12 @@ LEAST_SIDE = 8
 
 @dataclass(frozen=True)
 class Backbone(FeatureKind):
-    """Features of a public backbone: a key of :data:`BACKBONES`, and the size to resize to.
+    """Features of images by a public network, one vector for each image.
 
-    With ``flips`` they are the mean over an image and its mirror image.
+    Attributes:
+        kind: a key of :data:`BACKBONES`.
+        size: height and width in pixels that images are resized to.
+        flips: whether they are the mean over an image and its mirror image.
     """
 
     kind: str
@@ -311,9 +331,11 @@ Features = Scattered | OwnFeatures | TableColumns | Backbone | TextEncoder
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained part of a network with public weights: a key of :data:`PARTS`.
+    """Trained part of a network with public weights.
 
-    ``rank`` applies to LoRA.
+    Attributes:
+        part: a key of :data:`PARTS`.
+        rank: rank of the updates of LoRA; other parts have none.
     """
 
     part: str = "all"

@@ -236,11 +236,16 @@ class Plan:
         return {**vars(self), "settings": settings}
 
     def on(self, device: str) -> "Plan":
-        """Return the plan of the same run on another device."""
+        """Return the plan of the same run on another device, such as "cuda:1"."""
         return replace(self, settings=self.settings.replace(device=device))
 
     def placed(self, folder: Path, *, force: bool = False) -> "Plan":
-        """Return the plan of the same run in another folder, where ``force`` replaces a run."""
+        """Return the plan of the same run in another folder.
+
+        Args:
+            folder: folder of the run.
+            force: whether a run that is there is replaced.
+        """
         return replace(self, settings=self.settings.replace(out=folder, force=force))
 
 
@@ -361,7 +366,9 @@ def histograms_of(
     if epsilon is None:
         epsilon = total_epsilon((event,), delta)
         whole = 1 / (1 - sum((*before, *after)))
-    noises = [noise_of_share(epsilon, delta, whole * share) for share in (*before, *after)]
+    noises = list[float]()
+    for share in (*before, *after):
+        noises.append(noise_of_share(epsilon, delta, whole * share))
     counts = [histogram_event(noise) for noise in noises[: len(before)]]
     drawn = event.sampling_rate * event.steps / DRAWN_PER_COUNTED
     histograms = list[TrainingEvent]()

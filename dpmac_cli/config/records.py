@@ -28,7 +28,13 @@ Scaling = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Records(BaseModel, ABC):
-    """Records of one kind, all of one shape. All of it is public."""
+    """Records of one kind, all of one shape. All of it is public.
+
+    Attributes:
+        several: what the records are, in words: "images".
+        one: one of them: "one image".
+        public: what is public of how they are read, in words.
+    """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -89,7 +95,14 @@ class Records(BaseModel, ABC):
 
 
 class Images(Records):
-    """Images with 8 bits per channel: pixels are divided by white, then standardised."""
+    """Images with 8 bits per channel: pixels are divided by white, then standardised.
+
+    A network gets (pixel / white - mean) / std, as one multiply-add.
+
+    Example:
+        >>> Images(shape=(1, 28, 28), mean=(0.5,), std=(0.5,), white=255).scaling[1]
+        (-1.0,)
+    """
 
     several: ClassVar = "images"
     one: ClassVar = "one image"
@@ -109,18 +122,28 @@ class Images(Records):
     @property
     def constants(self) -> Scaling:
         """Return the factors and summands of standardisation."""
-        factors = tuple(1 / (self.white * std) for std in self.std)
-        summands = tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
-        return factors, summands
+        factors, summands = list[float](), list[float]()
+        for mean, std in zip(self.mean, self.std, strict=True):
+            factors.append(1 / (self.white * std))
+            summands.append(-mean / std)
+        return tuple(factors), tuple(summands)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise ValueError for constants that are not one for each channel."""
         self._check_constants(self.mean, self.std)
         return self
 
 
 class Numbers(Records):
-    """Rows or arrays of numbers, clipped to public ranges, which are scaled to [-1, 1]."""
+    """Rows or arrays of numbers, clipped to public ranges, which are scaled to [-1, 1].
+
+    Ranges are declared, not measured on the records, because one record could change them.
+
+    Example:
+        >>> Numbers(shape=(2,), low=(0.0, 10.0), high=(10.0, 20.0)).scaling
+        ((0.2, 0.2), (-1.0, -3.0))
+    """
 
     several: ClassVar = "rows of numbers"
     one: ClassVar = "one row"
@@ -145,9 +168,11 @@ class Numbers(Records):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise ValueError for ranges that are not one for each channel, or are empty."""
         self._check_constants(self.low, self.high)
-        if any((high - low) / 2 <= 0 for low, high in zip(self.low, self.high, strict=True)):
-            raise ValueError("low is not below high")
+        for low, high in zip(self.low, self.high, strict=True):
+            if (high - low) / 2 <= 0:  # by which inputs are divided
+                raise ValueError("low is not below high")
         return self
 
 
@@ -196,6 +221,7 @@ class Texts(Numbers):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
+        """Raise ValueError for texts that are not among the inputs."""
         last = self.shape[0] - WRITTEN
         if not self.texts or any(first + count > last for first, count in self.texts):
             raise ValueError("texts are not among the inputs")
@@ -299,6 +325,7 @@ class Table(Numbers):
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
+        """Raise ValueError for columns that are not all of the inputs."""
         if sum(width for _, width in self.columns) != self.size:
             raise ValueError("columns are not all of its inputs")
         return self

@@ -19,7 +19,13 @@ from dpmac_cli.errors import InputError, raise_errors
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 #: Texts in YAML that are no values of a flag, in lower case.
-WORDS: Mapping[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+WORDS: Mapping[str, bool | None] = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "false": False,
+}
 #: What a file should contain.
 LINES = "Write lines like 'sigma: 0.8'."
 #: Values by the names of settings, as text or of their types; None and False if not given.
@@ -68,7 +74,8 @@ def read_yaml(file: Path) -> Layers:
             errors.append(f"{place}: {key.value} is empty.")
         places[name] = place
     raise_errors(errors)
-    return {setting_name(key): _value(value) for key, value in mapping.items()}, places
+    values = {setting_name(key): _value(value) for key, value in mapping.items()}
+    return values, places
 
 
 def _value(value: Any) -> Any:
@@ -205,7 +212,14 @@ def over(above: Values, below: Values) -> dict[str, Any]:
 
 
 def values_of(settings: Settings | Values | None) -> Values:
-    """Return the values that a program set, by name. Raises InputError for another object."""
+    """Return the values that a program set, by name.
+
+    Args:
+        settings: settings, values by name, or None.
+
+    Raises:
+        InputError: it is another object.
+    """
     if isinstance(settings, Settings):
         return settings.explicit
     if settings is None or isinstance(settings, Mapping):

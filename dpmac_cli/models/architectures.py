@@ -63,7 +63,12 @@ def cnn(signature: Signature) -> nn.Module:
         )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
+        """Return a convolution that keeps height and width, group norm and ReLU."""
+        return [
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+        ]
 
     return nn.Sequential(
         *convolution(channels, 32),
@@ -98,9 +103,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return shape (samples, outputs, height / stride, width / stride)."""
-        ready = relu(self.norm1(x))
-        around = x if self.shortcut is None else self.shortcut(ready)
-        out: Tensor = around + self.conv2(relu(self.norm2(self.conv1(ready))))
+        first = relu(self.norm1(x))
+        around = x if self.shortcut is None else self.shortcut(first)
+        second = relu(self.norm2(self.conv1(first)))
+        out: Tensor = around + self.conv2(second)
         return out
 
 
@@ -115,8 +121,9 @@ def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
         depth: number of convolutions, 4 more than a multiple of 6.
         width: factor of the channels.
     """
-    layers: list[nn.Module] = [StandardisedConv2d(signature.shape[0], 16, 3, padding=1)]
     channels = 16
+    first = StandardisedConv2d(signature.shape[0], channels, 3, padding=1)
+    layers: list[nn.Module] = [first]
     for stage, outputs in enumerate((16 * width, 32 * width, 64 * width)):
         for block in range((depth - 4) // 6):
             halves = stage > 0 and block == 0
@@ -141,6 +148,7 @@ def resnet18(signature: Signature) -> nn.Module:
     """
     norm = partial(nn.GroupNorm, 32)
     network: nn.Module = vision_models.resnet18(num_classes=signature.outputs, norm_layer=norm)
-    if signature.shape[0] != 3:
-        network.conv1 = nn.Conv2d(signature.shape[0], 64, 7, stride=2, padding=3, bias=False)
+    channels, _, _ = signature.shape
+    if channels != 3:
+        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return network

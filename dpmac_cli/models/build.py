@@ -168,7 +168,8 @@ def build_network(name: str, signature: Signature) -> nn.Module:
     seen = replace(signature, shape=(1, *signature.shape)) if plane else signature
     network: nn.Module = getattr(architectures, kind.builder)(seen, *kind.arguments)
     if plane:
-        network = nn.Sequential(nn.Unflatten(1, (1, signature.shape[0])), network)
+        with_channel = nn.Unflatten(1, (1, signature.shape[0]))
+        network = nn.Sequential(with_channel, network)
     if signature.start is not None:
         linear_layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
         if linear_layers:
@@ -217,7 +218,12 @@ def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.
 
 
 def built_by(model: UserModel, signature: Signature) -> str:
-    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)"."""
+    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)".
+
+    Args:
+        model: a factory that was called in this process.
+        signature: signature that it was called with.
+    """
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
     arguments = ", ".join(map(repr, _arguments(factory, signature)))
     return f"{Path(model.place).name}:{model.factory}({arguments})"

@@ -75,18 +75,27 @@ class Split:
         return images, labels
 
     def taken(self, places: NDArray[np.int64]) -> "Split":
-        """Return some of the records, in the order of ``places``, without units of privacy."""
+        """Return some of the records, without units of privacy.
+
+        Args:
+            places: numbers of records, int64, shape (rows,). The result has their order.
+        """
         labels = self.labels[torch.from_numpy(places).to(self.labels.device)]
         if self.file is None:
             return Split(self.at(places)[0], labels)
         return Split(self.images, labels, file=self.file[places])
 
     def read_from(self, rows: Rows, device: torch.device) -> "Split":
-        """Return other numbers of the same records, in the same order: rows of a file."""
+        """Return other numbers of the same records, in the same order, such as features of them.
+
+        Args:
+            rows: rows of a file, one for each record.
+            device: device to train on.
+        """
         return split_of(rows, self.labels, self.units, device)
 
     def to(self, device: torch.device) -> "Split":
-        """Return the same records on a device."""
+        """Return the same records on a device. Those of a file stay in the file."""
         images = self.images if self.file is not None else self.images.to(device)
         return replace(self, images=images, labels=self.labels.to(device))
 
@@ -104,9 +113,11 @@ def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.devi
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.values.nbytes <= most:
-        return Split(torch.from_numpy(rows.read()), labels, rows.sha256(), units).to(device)
-    none = torch.from_numpy(np.empty(0, rows.file.dtype)).new_empty(rows.shape, device="meta")
-    return Split(none, labels, rows.sha256(), units, rows).to(device)
+        images = torch.from_numpy(rows.read())
+        return Split(images, labels, rows.sha256(), units).to(device)
+    dtype = torch.from_numpy(np.empty(0, rows.file.dtype)).dtype
+    images = torch.empty(rows.shape, dtype=dtype, device="meta")
+    return Split(images, labels, rows.sha256(), units, rows).to(device)
 
 
 @dataclass(frozen=True)
@@ -166,45 +177,66 @@ class Data:
         return self.test
 
     def split_into(self, splits: Iterable[Split]) -> "Data":
-        """Return other records, or the same ones in another form, in the order of ``splits``."""
+        """Return other records, or the same ones in another form.
+
+        Args:
+            splits: training records, and the test records if there are any, as :attr:`splits`.
+        """
         train, *tests = splits
         return replace(self, train=train, test=tests[0] if tests else None)
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""
-        made = self.crafted
-        if made is not None:
-            made = replace(made, records=made.records.to(device))
-        moved = {n: getattr(self, n).to(device) for n in ("gain", "offset")}
-        there = replace(self, **moved, crafted=made)
-        return there.split_into(split.to(device) for split in self.splits)
+        crafted = self.crafted
+        if crafted is not None:
+            crafted = replace(crafted, records=crafted.records.to(device))
+        gain, offset = self.gain.to(device), self.offset.to(device)
+        moved = replace(self, gain=gain, offset=offset, crafted=crafted)
+        return moved.split_into(split.to(device) for split in self.splits)
 
     def predicting(self, task: Task) -> "Data":
-        """Return the same records with the targets of a task, whose range is known now."""
+        """Return the same records with the targets of a task, whose range is known now.
+
+        Args:
+            task: the task, with the range that noisy counts found.
+        """
         if not self.task.open:
             return replace(self, task=task)
-        made = self.crafted
-        if made is not None:
-            made = replace(made, records=_with_targets(made.records, task))
-        splits = (_with_targets(split, task) for split in self.splits)
-        return replace(self, task=task, crafted=made).split_into(splits)
+        crafted = self.crafted
+        if crafted is not None:
+            crafted = replace(crafted, records=_with_targets(crafted.records, task))
+        splits = [_with_targets(split, task) for split in self.splits]
+        return replace(self, task=task, crafted=crafted).split_into(splits)
 
     def replaced_by(self, splits: Iterable[Split]) -> "Data":
-        """Return features of the same records, which are not scaled any more."""
+        """Return features of the same records, which are not scaled any more.
+
+        Args:
+            splits: features and labels, as :attr:`splits`.
+        """
         one = torch.ones(1, device=self.gain.device)
         unscaled = replace(self, gain=one, offset=torch.zeros_like(one), example=None)
         return unscaled.split_into(splits)
 
     def computed_in(self, dtype: torch.dtype) -> "Data":
         """Return the same records for a network of another dtype."""
-        return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))
+        gain, offset = self.gain.to(dtype), self.offset.to(dtype)
+        return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:
-        """Return records scaled by their public constants, in the network's dtype."""
+        """Return records scaled by their public constants, in the network's dtype.
+
+        Args:
+            images: rows of a split, shape (rows, *shape), of any dtype.
+        """
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
     def scaled_as(self, records: Records) -> "Data":
-        """Return the same records, scaled as others of their shape are."""
+        """Return the same records, scaled as others of their shape are.
+
+        Args:
+            records: facts of the others, such as those that a published network was trained on.
+        """
         gain, offset = scaling_of(records, self.gain.device)
         return replace(self, gain=gain, offset=offset)
 
@@ -247,10 +279,21 @@ def on_device(dataset: data.Dataset, device: torch.device, records: Records | No
     known = records or dataset.facts.records
     train = _on_device(dataset.train, device)
     test = None if dataset.test is None else _on_device(dataset.test, device)
-    scaling = scaling_of(known, device)
-    made = dataset.crafted
-    crafted = None if made is None else Crafted(_on_device(made.records, device), made.coins)
-    return Data(train, test, *scaling, dataset.facts.task, example_of(known), crafted).to(device)
+    gain, offset = scaling_of(known, device)
+    crafted: Crafted | None = None
+    if dataset.crafted is not None:
+        records_in = _on_device(dataset.crafted.records, device)
+        crafted = Crafted(records_in, dataset.crafted.coins)
+    moved = Data(
+        train,
+        test,
+        gain,
+        offset,
+        task=dataset.facts.task,
+        example=example_of(known),
+        crafted=crafted,
+    )
+    return moved.to(device)
 
 
 def _with_targets(split: Split, task: Task) -> Split:
@@ -260,6 +303,7 @@ def _with_targets(split: Split, task: Task) -> Split:
 
 
 def _on_device(records: data.Split, device: torch.device) -> Split:
+    """Return the records of a split: tensors in memory, or rows of a file."""
     labels = torch.as_tensor(records.y)
     units = None if records.unit is None else units_of(records.unit)
     if isinstance(records.x, Rows):

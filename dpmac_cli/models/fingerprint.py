@@ -193,7 +193,8 @@ class Fingerprint:
 
     def _written(self) -> list[int]:
         """Return how often each buffer and frozen parameter was written to."""
-        return [tensor._version for tensor, _ in self._copies.values() if not tensor.is_inference()]
+        tensors = [tensor for tensor, _ in self._copies.values()]
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
     def _plainly(self, value: Any, items: list[Any]) -> Any:
         """Return an attribute in a form that is compared by ==, given what is inside it."""

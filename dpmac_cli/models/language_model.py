@@ -67,7 +67,8 @@ class CausalModel(OnTexts):
         for row, mask in zip(ids, token_mask(ids), strict=True):
             tokens = prompt = (row[mask] - 1).clamp(0)
             for _ in range(length):
-                logits = self.network(input_ids=tokens[None, -longest:]).logits[0, -1].double()
+                outputs = self.network(input_ids=tokens[None, -longest:])
+                logits = outputs.logits[0, -1].double()
                 if temperature:
                     odds = (logits / temperature).softmax(0)
                 else:

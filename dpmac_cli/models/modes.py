@@ -66,7 +66,10 @@ def _drops(module: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Set a network to evaluation mode, and restore the mode of each module in the end."""
+    """Set a network to evaluation mode, and restore the mode of each module in the end.
+
+    ``network.train()`` afterwards would also turn on what its owner had turned off.
+    """
     with modes_kept(network):
         network.eval()
         yield
@@ -74,7 +77,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(network: nn.Module) -> Iterator[None]:
-    """Restore the mode of each module of a network in the end."""
+    """Restore the mode of each module of a network in the end, also after an exception."""
     before = Modes(network)
     try:
         yield

@@ -33,8 +33,10 @@ class LoraLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, trained: Trained) -> None:
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, "meta")
         self.weight, self.bias = layer.weight, layer.bias
-        self.down = nn.Linear(layer.in_features, trained.rank, bias=False).to(layer.weight)
-        self.up = nn.Linear(trained.rank, layer.out_features, bias=False).to(layer.weight)
+        down = nn.Linear(layer.in_features, trained.rank, bias=False)
+        up = nn.Linear(trained.rank, layer.out_features, bias=False)
+        self.down = down.to(layer.weight)  # its dtype and device
+        self.up = up.to(layer.weight)
         self.scale = ALPHA / trained.rank
         nn.init.zeros_(self.up.weight)
 
@@ -46,7 +48,8 @@ class LoraLinear(nn.Linear):
     def merged(self) -> Tensor:
         """Return the weight of an equivalent plain layer."""
         product = self.up.weight.double() @ self.down.weight.double()
-        return (self.weight.double() + self.scale * product).to(self.weight.dtype)
+        merged = self.weight.double() + self.scale * product
+        return merged.to(self.weight.dtype)
 
 
 def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None:

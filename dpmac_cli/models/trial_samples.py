@@ -65,9 +65,12 @@ class Trial:
             classes: number of classes.
             example: made-up samples to try it on; None for random numbers.
         """
+        dtype = dtype_of(model)
         if example is not None:
-            return Trial(Structure(example.to(dtype_of(model)), numbers=(PUBLIC,)), classes)
-        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
+            structure = Structure(example.to(dtype), numbers=(PUBLIC,))
+        else:
+            structure = Structure(torch.zeros(1, *shape, dtype=dtype))
+        return Trial(structure, classes)
 
     def losses(self, outputs: Tensor) -> Tensor:
         """Return a loss per sample with a gradient for every output, also for a single one.
@@ -80,7 +83,11 @@ class Trial:
         return (outputs.square() / 2 + outputs).sum(1)
 
     def samples(self, count: int) -> Batch:
-        """Return fixed random samples, numbers in float64 unless they keep their dtype."""
+        """Return fixed random samples, numbers in float64 unless they keep their dtype.
+
+        Args:
+            count: number of samples, which is the number of rows of each tensor.
+        """
         return self.inputs.made_up(count, double=True)
 
 
@@ -91,8 +98,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a network's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Return the device of the first parameter of a network; the CPU without any."""
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 class Objective(nn.Module):
@@ -101,7 +110,8 @@ class Objective(nn.Module):
     Args:
         network: the network.
         loss: a function of the network and a batch that returns one loss per sample, shape
-            (samples,).
+            (samples,), or their mean, shape (). A loss that is a module is a part of this one, so
+            its parameters and buffers are validated, too.
     """
 
     def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
@@ -110,7 +120,11 @@ class Objective(nn.Module):
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the losses of a batch, shape (samples,)."""
+        """Return the losses of a batch, shape (samples,), or their mean, shape ().
+
+        Args:
+            batch: batch of the program, with one row per sample.
+        """
         return self.loss(self.network, batch)
 
 

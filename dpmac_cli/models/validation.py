@@ -462,8 +462,9 @@ def randomise_zeros(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point() and not p.any():
-            drawn = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.1, generator=generator)
-            p.data = drawn.to(p.device)
+            values = torch.empty(p.shape, dtype=p.dtype)
+            values.normal_(std=0.1, generator=generator)
+            p.data = values.to(p.device)
 
 
 @contextlib.contextmanager
@@ -482,7 +483,8 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
     """
     x = trial.samples(1)
     trained = [p for p in model.parameters() if p.requires_grad]
-    before, outputs = Fingerprint(model, [*map(id, trained)]), list[Tensor]()
+    before = Fingerprint(model, [id(p) for p in trained])
+    outputs = list[Tensor]()
     for _ in range(2):
         with same_draws():
             outputs.append(model(x))
@@ -607,7 +609,9 @@ def _rounding(values: Tensor, in_float32: bool) -> tuple[float, float]:
     """Return how much rounding may change values, relative to each, and in all."""
     if not in_float32:
         return 1e-6, 1e-9
-    largest = values.double().abs().nan_to_num(posinf=0).max() if values.numel() else 0.0
+    if not values.numel():
+        return SINGLE, 0.0
+    largest = values.double().abs().nan_to_num(posinf=0).max()
     return SINGLE, SINGLE * float(largest)
 
 

@@ -34,6 +34,9 @@ def published(model: nn.Module) -> dict[str, Tensor]:
     Those of registered features are left out, because they are found again by their checksum. LoRA
     updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
     hooks and extra state may contain statistics of private records.
+
+    Args:
+        model: trained network. Its tensors are not copied.
     """
     held = {name: tensor for name, tensor in _held(model).items() if _is_published(model, name)}
     merged = dict[str, Tensor]()
@@ -78,7 +81,7 @@ def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the CPU, as it is stored in a file."""
+    """Return a contiguous copy on the CPU, as it is stored in a file, without a graph."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -92,7 +95,8 @@ def check_publishable(model: nn.Module) -> None:
     """
     for name, tensor in published(model).items():
         try:
-            loaded = safetensors.torch.load(safetensors.torch.save({name: stored(tensor)}))
+            content = safetensors.torch.save({name: stored(tensor)})
+            loaded = safetensors.torch.load(content)
             adopt(model, loaded)
             storable = not not_finite(loaded)
         except Exception as failure:  # torch raises a different error for each kind of tensor
@@ -112,7 +116,11 @@ def _not_storable(name: str, tensor: Tensor) -> ModelError:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a fault for each tensor that is not finite; no run publishes one."""
+    """Return a fault for each tensor that is not finite; no run publishes one.
+
+    Args:
+        tensors: tensors by name.
+    """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     return [f"{name} contains NaN or infinity" for name in names]
 
