@@ -70,7 +70,7 @@ RATES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Regime:
-    """How a kind of network is trained: batch, epochs, averaging, and learning rate of dp-adam.
+    """Training of a kind of network: batch, epochs, averaging, and learning rate of dp-adam.
 
     Attributes:
         share: steps per epoch: the expected batch is n / share.

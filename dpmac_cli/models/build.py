@@ -148,7 +148,7 @@ def _behind(
 
 
 def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Module:
-    """Return what computes features of each record alone."""
+    """Return a network without parameters that computes features of each record alone."""
     if isinstance(features, OwnFeatures):
         return OneByOne(features)
     assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
@@ -195,7 +195,17 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:
-    """Call a factory with (shape, classes), or without arguments if it does not take two."""
+    """Call a factory with (shape, classes), or without arguments if it does not take two.
+
+    Args:
+        factory: the factory.
+        name: how messages call it: "{model=}net.py:make".
+        signature: shape of a record and number of outputs.
+
+    Raises:
+        InputError: it cannot be called.
+        ModelError: it fails, or returns no network.
+    """
     if not callable(factory):
         raise InputError(
             f"{name} is a value of type {type(factory).__name__}. Pass a class, a function that "

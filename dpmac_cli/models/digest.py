@@ -1,4 +1,4 @@
-"""Checksums and bytewise comparison of tensors."""
+"""Checksums and bytewise comparison of tensors, in which NaN equals NaN."""
 
 import hashlib
 import json

@@ -85,6 +85,10 @@ class _Place(NamedTuple):
 class Fingerprint:
     """A network as it was when this object was made, with the mode of each module.
 
+    A step compares before it begins, for what a program did, and after its passes, for what the
+    network did. Buffers and frozen parameters are copied, and their values compared only where
+    torch counts that they were written to; so a comparison costs little beside a step.
+
     Args:
         network: network whose trained parameters may change in place, and nothing else.
         trained: ids of these parameters.
@@ -157,7 +161,11 @@ class Fingerprint:
         return self._modes.applied()
 
     def _now(self) -> dict[tuple[str, ...], Any]:
-        """Return everything that must stay as it is, by path, in a form that is compared by ==."""
+        """Return everything that must stay as it is, by path, in a form that is compared by ==.
+
+        A path is the name of a module, alone or with that of an attribute or a tensor. Objects are
+        held from the first call on, so that an id is that of one object.
+        """
         state: dict[tuple[str, ...], Any] = {
             ("all modules", "hooks"): tuple(map(tuple, GLOBAL_HOOKS))
         }
@@ -216,7 +224,7 @@ class Fingerprint:
 
 
 def _after(tensor: Tensor) -> tuple[int, ...]:
-    """Return the hooks that run after a gradient is added up."""
+    """Return the numbers of the hooks that run after a gradient is added up."""
     return tuple(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 

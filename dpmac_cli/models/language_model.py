@@ -1,4 +1,8 @@
-"""Networks on texts whose encoder is trained, too, and those that predict the next token."""
+"""Networks on texts whose encoder is trained, too, and those that predict the next token.
+
+A record of a language model is one text, and its loss one number, so that clipping bounds what a
+text does, whatever its length.
+"""
 
 from collections.abc import Iterator
 from typing import Any

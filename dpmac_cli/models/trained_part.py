@@ -1,4 +1,8 @@
-"""The part of a network with public weights that is trained: norms, low-rank updates, or all."""
+"""The part of a network with public weights that is trained: norms, low-rank updates, or all.
+
+Noise grows with the number of trained parameters, and a clipped gradient does not. So a small part
+of a large network is often better than all of it (docs/fine-tuning.md).
+"""
 
 from typing import Any
 
@@ -98,7 +102,17 @@ def _low_rank(
     """Wrap linear layers in place, and return the parts of their updates.
 
     Layers that share a parameter are left out: merged into one of them, an update would change the
-    others, too.
+    others, too. So are those that the network's family does not name, and layers that are not
+    called for a record.
+
+    Args:
+        network: network with public weights.
+        trained: rank of the updates.
+        head: name of the layer that is trained whole.
+        shape: shape of a record.
+
+    Raises:
+        ModelError: no layer is left.
     """
     calls, _ = linear_calls(network, shape)
     shared = shared_parameters(network)
@@ -121,5 +135,5 @@ def _low_rank(
 
 
 def _missing(trained: Trained, why: str) -> ModelError:
-    """Return the error for a part that a network does not have."""
+    """Return the error for a part that a network does not have, with the end of its sentence."""
     return ModelError(f"{{train=}}{trained.part}: {why}. Train another part, or use {{train=}}all.")

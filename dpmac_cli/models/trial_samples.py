@@ -151,15 +151,21 @@ def fitted(model: nn.Module, structure: Structure, weigh: RecordWeights | None =
 
 
 def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
-    """Yield ways to make up numbers, the most precise and most random first."""
+    """Yield ways to make up numbers, the most precise and most random first.
+
+    All numbers are normal; or the first tensor is, which are often inputs, and the others are rows
+    of the public example, or shares that sum to 1, as targets may be; or all are shares; or all are
+    rows of the example, if it has enough of them. Each in float64, and then in the batch's dtype.
+    """
     numbers = [t for t in tensors_in(structure.template) if t.is_floating_point()]
     others = max(0, len(numbers) - 1)
     kinds = [(NORMAL,) * len(numbers)]
+    if others and structure.keep:
+        kinds.append((NORMAL, *(PUBLIC,) * others))
     if others:
-        kinds += [(NORMAL, *(PUBLIC,) * others)] if structure.keep else []
-        kinds += [(NORMAL, *(SHARES,) * others)]
+        kinds.append((NORMAL, *(SHARES,) * others))
     if numbers:
-        kinds += [(SHARES,) * len(numbers)]
+        kinds.append((SHARES,) * len(numbers))
     if structure.keep and all(len(torch.unique(t, dim=0)) >= ENOUGH for t in numbers):
         kinds += [(PUBLIC,) * len(numbers)]
     of_one_dtype = {t.dtype for t in numbers} <= {dtype_of(model)}
@@ -169,7 +175,11 @@ def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
 
 
 def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
-    """Return whether a network has finite losses for made-up samples, none of them rounded more."""
+    """Return whether a network has finite losses for made-up samples, none of them rounded more.
+
+    Samples run one by one, as records in training. With made-up numbers in float64, nothing may be
+    computed in float32: trials would take its rounding for an effect of other samples.
+    """
     network = copy.deepcopy(model)
     network = network if structure.own else network.double()
     rows = structure.made_up(TRIED, double=True)

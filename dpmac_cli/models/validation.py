@@ -103,7 +103,8 @@ def check_model(
         built_in: the network is built in, so only its output is checked.
         example: made-up samples to try it on, shape (rows, *shape); None for random numbers.
 
-    Raises ModelError, which names the layer and the remedy.
+    Raises:
+        ModelError: names the layer and the remedy.
     """
     trial = Trial.of(model, shape, classes, example)
     check_trial(model, trial, frozen=frozen, isolated=isolated, built_in=built_in)
@@ -118,6 +119,10 @@ def check_trial(
     built_in: bool = False,
 ) -> None:
     """Reject a model on any samples; it may return its own losses.
+
+    Checked are, in this order: layers and tensors; the output for several samples and for one;
+    precision and other processes; that a pass changes nothing and can be repeated; and that a
+    batch gives what its samples give alone.
 
     Args:
         model: maps a batch to logits, shape (samples, classes), or to one loss per sample, shape
@@ -172,29 +177,32 @@ def keep_constants(model: nn.Module, trial: Trial) -> None:
         model: the network with its loss. Two copies of it run, on one sample each.
         trial: made-up samples.
     """
-    copies = list[nn.Module]()
     try:
         sample = trial.samples(1)
-        for x in (sample, map_rows(torch.zeros_like, sample)):
-            network = copy.deepcopy(model)
-            network = network if trial.inputs.own else network.double()
-            with torch.no_grad(), same_draws():
-                network(x)
-            copies.append(network)
+        first = _constants_after(model, sample, trial)
+        second = _constants_after(model, map_rows(torch.zeros_like, sample), trial)
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: validation says why)
         return
-    first, second = (dict(_holders(network)) for network in copies)
     for path, holder in list(_holders(model)):
-        if path not in first or path not in second:
-            continue
-        after, again = vars(first[path]), vars(second[path])
-        for name, value in list(vars(holder).items()):
-            constant = after.get(name)
-            if value is not None or not isinstance(constant, bool | int | float | str):
-                continue
-            other = again.get(name)
-            if type(other) is type(constant) and other == constant:
-                setattr(holder, name, constant)
+        values = vars(holder)
+        for name in [name for name, value in values.items() if value is None]:
+            constant, other = first.get((*path, name)), second.get((*path, name))
+            if constant is not None and type(other) is type(constant) and other == constant:
+                values[name] = constant
+
+
+def _constants_after(model: nn.Module, x: Batch, trial: Trial) -> dict[tuple[str, ...], Any]:
+    """Return the numbers and texts that a copy of a network holds after a pass, by path."""
+    network = copy.deepcopy(model)
+    network = network if trial.inputs.own else network.double()
+    with torch.no_grad(), same_draws():
+        network(x)
+    constants = dict[tuple[str, ...], Any]()
+    for path, holder in _holders(network):
+        for name, value in vars(holder).items():
+            if isinstance(value, bool | int | float | str):
+                constants[*path, name] = value
+    return constants
 
 
 def _holders(network: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -289,7 +297,12 @@ def _remedy(reason: BaseException, trial: Trial, model: nn.Module) -> str:
 
 
 def _other_dtypes(trial: Trial, model: nn.Module) -> str:
-    """Return which parts of a batch or a network have another dtype, and a remedy."""
+    """Return which parts of a batch or a network have another dtype, and a remedy.
+
+    Args:
+        trial: made-up samples in the shapes and dtypes of the records.
+        model: network with its loss.
+    """
     wanted, in_float64 = dtype_of(model), list[str]()
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.dtype == torch.float64:
@@ -321,7 +334,16 @@ def _check_parts(model: nn.Module, frozen: bool) -> None:
 
 
 def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
-    """Reject a layer that mixes samples, or whose gradients depend on the batch."""
+    """Reject a layer that mixes samples, or whose gradients depend on the batch.
+
+    Args:
+        name: name of the layer in the network.
+        module: the layer.
+        frozen: whether it is run in evaluation mode, in which batch norm is a constant.
+
+    Raises:
+        ModelError: names the layer, and the one to use instead.
+    """
     if isinstance(module, MIXING_LAYERS) and not frozen and not _is_constant(module):
         raise ModelError(
             f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
@@ -356,7 +378,16 @@ def _computed_tensor(model: nn.Module) -> str:
 
 
 def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
-    """Reject a parameter or buffer that cannot be trained or published."""
+    """Reject a parameter or buffer that cannot be trained or published.
+
+    Args:
+        name: name of the tensor in the network.
+        value: the tensor.
+        frozen: whether it is not trained, so that it may have fewer than 32 bits.
+
+    Raises:
+        ModelError: names the tensor, and what to do.
+    """
     if is_lazy(value):
         raise ModelError(
             f"The shape of {name} is unknown until the network is used. Specify the layer's "
@@ -392,7 +423,17 @@ def _hooks_of(parameter: Tensor) -> bool:
 
 
 def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = False) -> None:
-    """Reject a model whose output is of another shape; reject NaN only if ``scored``."""
+    """Reject a model whose output is of another shape, or no real numbers.
+
+    Args:
+        model: the model or a copy of it.
+        trial: made-up samples; its number of classes, or None, tells what the output should be.
+        count: number of samples in the batch.
+        scored: whether the model is in evaluation mode, in which outputs may be integers or NaN.
+
+    Raises:
+        ModelError: tells the shape that was returned, and the one to return.
+    """
     logits: Any = model(trial.samples(count))
     if trial.classes is None and isinstance(logits, Tensor) and logits.ndim == 0:
         logits = logits.expand(count)  # the mean loss of the batch: see _check_alone
@@ -479,7 +520,15 @@ def same_draws() -> Iterator[None]:
 def _check_forward(model: nn.Module, trial: Trial) -> None:
     """Reject a model that changes itself, or whose outputs differ for the same sample.
 
-    The model is in float64 and :func:`prepared`. Raises ModelError.
+    It runs twice on one sample, with the same seed of torch's generator. A model that keeps
+    something of the first pass, or draws from another generator, gives another output.
+
+    Args:
+        model: a copy, :func:`prepared`, in float64 where that is possible.
+        trial: made-up samples.
+
+    Raises:
+        ModelError: tells what has changed.
     """
     x = trial.samples(1)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -504,8 +553,15 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
 def _check_alone(model: nn.Module, trial: Trial) -> None:
     """Reject a model that computes something else for a batch than for one sample at a time.
 
-    In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
-    ModelError, which names the part that differs.
+    In training it would see one at a time. Outputs are compared by row. A loss that returns one
+    number for a batch has no rows, so it is compared with the mean of the losses alone.
+
+    Args:
+        model: a copy, :func:`prepared`, in float64 where that is possible.
+        trial: made-up samples.
+
+    Raises:
+        ModelError: names the first part whose values differ, if there is one.
     """
     in_float32 = trial.inputs.own
     batch = trial.samples(FEW)
@@ -563,7 +619,16 @@ def _first_difference(
 
 
 def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
-    """Return what modules compute in order: the inputs of a part are computed by its parent."""
+    """Return what modules compute in order: the inputs of a part are computed by its parent.
+
+    Args:
+        model: the model.
+        x: a batch of samples.
+
+    Returns:
+        Names of modules and values: inputs as (arguments, keywords) by the name of the parent, and
+        outputs by the name of the module. The last one is the output of the model.
+    """
     values: list[tuple[str, Any]] = []
 
     def entered(name: str, _: nn.Module, arguments: Any, keywords: Any) -> None:
@@ -616,7 +681,12 @@ def _rounding(values: Tensor, in_float32: bool) -> tuple[float, float]:
 
 
 def _mixed(model: nn.Module, name: str) -> ModelError:
-    """Return why a model is rejected whose results for one sample depend on others."""
+    """Return why a model is rejected whose results for one sample depend on others.
+
+    Args:
+        model: the model.
+        name: name of the part that computes something else; "" for the model itself.
+    """
     part = model.get_submodule(name)
     where = f"The {type(part).__name__} {name}".rstrip() if name else "The network or its loss"
     layer = isinstance(part, nn.RNNBase | nn.MultiheadAttention)
