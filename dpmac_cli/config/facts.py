@@ -157,8 +157,7 @@ class DataFacts(Dataset):
     @property
     def public(self) -> Dataset:
         """Return the facts that the registry has of its datasets."""
-        names = [field.name for field in fields(Dataset)]
-        return Dataset(**{name: getattr(self, name) for name in names})
+        return Dataset(**{field.name: getattr(self, field.name) for field in fields(Dataset)})
 
 
 def published_facts(name: str, unit: str | None = None) -> DataFacts:
@@ -241,11 +240,11 @@ def check_name(*names: str) -> None:
     Raises:
         InputError: lists the names, escaped.
     """
-    unclear = [name for name in names if not name.isprintable()]
-    refuse(
-        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
-        " A terminal may interpret them as commands. Choose another name.",
-    )
+    faults = list[str]()
+    for name in names:
+        if not name.isprintable():
+            faults.append(f"The name {name!a} contains characters that cannot be displayed")
+    refuse(faults, " A terminal may interpret them as commands. Choose another name.")
 
 
 def left_out(descriptions: Sequence[str]) -> LeftOut:

@@ -195,22 +195,19 @@ def _code_of(code: Any) -> str:
 
 #: Fixed, public features by name, also those of :func:`register_features`.
 FEATURES: dict[str, Scattered | TableColumns | OwnFeatures] = {
-    features.kind: features
-    for features in (
-        Scattered(
-            "scatter",
-            about="wavelet scattering with two octaves and eight angles, and group norm",
-        ),
-        Scattered(
-            "scatter-mirror",
-            about="scattering of opponent colours, averaged over an image and its mirror image",
-        ),
-        TableColumns(
-            COLUMNS,
-            about="numbers of a table with nine hats each, and with their ranks if no range is "
-            "declared",
-        ),
-    )
+    "scatter": Scattered(
+        "scatter",
+        about="wavelet scattering with two octaves and eight angles, and group norm",
+    ),
+    "scatter-mirror": Scattered(
+        "scatter-mirror",
+        about="scattering of opponent colours, averaged over an image and its mirror image",
+    ),
+    COLUMNS: TableColumns(
+        COLUMNS,
+        about="numbers of a table with nine hats each, and with their ranks if no range is "
+        "declared",
+    ),
 }
 
 Function = TypeVar("Function", bound=Callable[[Any], Any])

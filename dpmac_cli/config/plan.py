@@ -270,14 +270,17 @@ def optimizer_of(settings: Settings) -> Optimizer:
     """
     kind = OPTIMIZERS[settings.optimizer]
     known = [name for name, group in GROUPS.items() if group == OPTIMIZER and name != "optimizer"]
-    unknown = [name for name in kind.used() if name not in known]
-    raise_errors(
-        f"{{optimizer=}}{kind.name} has the field {name}, which is not a setting of optimizers."
-        f"{near(name, known)} Its fields are some of {', '.join(known)}. Declare any other number "
-        "as a ClassVar."
-        for name in unknown
-    )
-    hyperparameters = {name: getattr(settings, name) for name in kind.used()}
+    errors, hyperparameters = list[str](), dict[str, Any]()
+    for name in kind.used():
+        if name in known:
+            hyperparameters[name] = getattr(settings, name)
+        else:
+            errors.append(
+                f"{{optimizer=}}{kind.name} has the field {name}, which is not a setting of "
+                f"optimizers.{near(name, known)} Its fields are some of {', '.join(known)}. "
+                "Declare any other number as a ClassVar."
+            )
+    raise_errors(errors)
     try:
         return kind(**hyperparameters)
     except ValidationError as failure:

@@ -98,11 +98,10 @@ class Fingerprint:
         self._network, self._trained = network, frozenset(trained)
         self._modes = Modes(network)
         self._held: list[Any] = []  # while it is held, no other object gets its id
-        self._copies = {
-            name: (tensor, tensor.detach().clone())
-            for name, tensor in chain(network.named_parameters(), network.named_buffers())
-            if id(tensor) not in self._trained
-        }
+        self._copies = dict[str, tuple[Tensor, Tensor]]()
+        for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+            if id(tensor) not in self._trained:
+                self._copies[name] = (tensor, tensor.detach().clone())
         self._before, self._versions = self._now(), self._written()
 
     def check(self, remedy: str = BETWEEN) -> None:

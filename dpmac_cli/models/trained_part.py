@@ -1,7 +1,7 @@
 """The part of a network with public weights that is trained: norms, low-rank updates, or all.
 
-Noise grows with the number of trained parameters, and a clipped gradient does not. So a small part
-of a large network is often better than all of it (docs/fine-tuning.md).
+Noise grows with the number of trained parameters, and the norm of a clipped gradient does not. So
+with few records, train a small part of a large network (docs/fine-tuning.md).
 """
 
 from typing import Any

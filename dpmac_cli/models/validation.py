@@ -185,7 +185,8 @@ def keep_constants(model: nn.Module, trial: Trial) -> None:
         return
     for path, holder in list(_holders(model)):
         values = vars(holder)
-        for name in [name for name, value in values.items() if value is None]:
+        unset = [name for name, value in values.items() if value is None]
+        for name in unset:
             constant, other = first.get((*path, name)), second.get((*path, name))
             if constant is not None and type(other) is type(constant) and other == constant:
                 values[name] = constant
