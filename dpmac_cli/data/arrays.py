@@ -139,7 +139,7 @@ def _facts_of(
         **vars(known),
         name=declared.path.resolve().stem.strip("<>"),
         typed=str(declared.path),
-        own=True,
+        user_supplied=True,
         schema=declared.schema,
         held_out=bool(tests) and "x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",

@@ -306,7 +306,7 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
     if named in registry.BACKBONES and settings.backbone_size is not None:
         return registry.Backbone(named, settings.backbone_size, settings.backbone_flips or False)
     if named in registry.FEATURES:
-        return registry.fixed_features(named)
+        return registry.FEATURES[named]
     raise ModelError(
         f"{file} needs features '{named}', which this version does not have. If they are your own, "
         "predict and evaluate in a program that registers them: register_features."

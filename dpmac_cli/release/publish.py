@@ -177,7 +177,7 @@ def _data(session: Session) -> report.Data:
     schema = facts.schema
     return report.Data(
         name=facts.name,
-        own=facts.own,
+        own=facts.user_supplied,
         train_size=facts.train_size,
         test_size=facts.test_size,
         held_out=facts.held_out,
@@ -254,7 +254,7 @@ def computed(run: DescribedRun) -> dict[str, str]:
         **dict.fromkeys(sizes[: 1 + bool(facts.test_size)], "declared public"),
         **dict.fromkeys(
             (facts.task.public, *facts.records.public),
-            "declared public" if facts.own else "published",
+            "declared public" if facts.user_supplied else "published",
         ),
         **dict.fromkeys(facts.inferred, "not covered"),
         **dict.fromkeys(FOUND * bool(run.plan.ranges), "protected"),

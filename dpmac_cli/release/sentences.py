@@ -120,7 +120,8 @@ class DescribedRun:
         found: Any = self.plan.features
         if self.known is not None:
             return str(self.known.about)
-        return FEATURES.get(found.kind) or f"the folder {found.kind}"
+        fixed = FEATURES.get(found.kind)
+        return f"the folder {found.kind}" if fixed is None else fixed.about
 
     @property
     def pretrained(self) -> str:
@@ -349,7 +350,7 @@ SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
     ),
     (
         "public",
-        lambda run: not run.plan.facts.own,
+        lambda run: not run.plan.facts.user_supplied,
         "the dataset {run.plan.facts.name}: {run.plan.facts.about}",
     ),
     ("public", lambda run: run.known, "weights of {run.known.about}; licence {run.known.licence}"),

@@ -350,7 +350,7 @@ def last_change(plan: Plan) -> int:
     Runs on records, units or splits that were corrected since are none of a study's, because their
     epsilons may protect other units and do not add up.
     """
-    if not plan.facts.own:
+    if not plan.facts.user_supplied:
         return 0
     schema = plan.recorded.get("schema")
     roots = [Path(plan.facts.typed), *([] if schema is None else [Path(schema)])]

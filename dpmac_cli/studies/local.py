@@ -175,7 +175,7 @@ def prepares(plan: Plan) -> str:
     settings, facts = plan.settings, plan.facts
     if plan.features is not None:
         return repr(plan.features)
-    if facts.own:
+    if facts.user_supplied:
         return "images" if facts.records.kind == "images" else ""
     files = DATASETS[facts.typed].files
     place = data_folder(settings.data_dir)

@@ -107,8 +107,9 @@ class PrivateStep(PrivateProgram):
     Args:
         model: the network, on the device to train on. It is trained in place: its parameters become
             views of one vector.
-        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
-            loss of a record must not depend on the others, which is validated.
+        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,), or
+            their mean, such as ``model(**batch).loss`` of a Hugging Face network. The loss of a
+            record must not depend on the others, which is validated.
         sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`.
         weights: ``weights(batch)`` returns the weight of each record, from 0 to ``largest_weight``,
             a tensor of shape (records,). It is called with one record at a time. Divided by
