@@ -16,7 +16,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import THRESHOLD, Settings
-from dpmac_cli.data.arrays import channels_first, inputs_of
+from dpmac_cli.data.layout import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
