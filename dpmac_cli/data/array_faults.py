@@ -5,6 +5,7 @@ The names of arrays are those of an .npz: ``x``, ``y`` and ``unit`` of training 
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ def check_arrays(arrays: ArrayDict, declared: Declaration, *, numbers: bool) -> 
         faults += faults_of_array(arrays, side, numbers=numbers)
         if f"unit{side}" in arrays and not faults:
             arrays[f"unit{side}"], bad = units_in(arrays[f"unit{side}"])
-            faults += [f"record {row} of x{side} {why}" for row, why in bad.items()][:NAMED]
+            for row, why in islice(bad.items(), NAMED):
+                faults.append(f"record {row} of x{side} {why}")
     if not faults:
         if not numbers and CLASSES not in arrays:
             faults += faults_together(arrays)
@@ -130,7 +132,9 @@ def _faults_of_range(arrays: ArrayDict, declared: Declaration) -> Iterator[str]:
         return
     ends = arrays["low"], arrays["high"]
     is_good = np.zeros(columns, bool)
-    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends):
+    are_numbers = all(end.dtype.kind in "fiu" for end in ends)
+    have_shape = all(end.shape in ((), (columns,)) for end in ends)
+    if are_numbers and have_shape:
         is_good = _are_ranges(column_ranges(arrays["x"], *ends))
     if not is_good.all():
         yield (
@@ -152,7 +156,9 @@ def _are_ranges(ranges: NDArray[np.float64]) -> NDArray[np.bool_]:
     """
     low, high = np.clip(ranges, -FARTHEST, FARTHEST).astype(np.float32)
     is_near = np.logical_and.reduce(abs(ranges) <= FARTHEST)
-    return np.logical_and(is_near, high - low >= NARROWEST)
+    is_wide = high - low >= NARROWEST
+    are_ranges: NDArray[np.bool_] = np.logical_and(is_near, is_wide)
+    return are_ranges
 
 
 def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
@@ -171,13 +177,14 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
         yield from _faults_of_images(x, f"x{side}")
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
-    if x.ndim and len(x) and x.dtype.kind == "f" and not np.isfinite(x).all():
+    if x.ndim and len(x) and x.dtype.kind == "f":
         is_finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
         broken = np.flatnonzero(~is_finite)
-        yield (
-            f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
-            f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
-        )
+        if len(broken):
+            yield (
+                f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
+                f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
+            )
     if x.shape[:1] == y.shape[:1] == (0,):
         yield f"there are no {'test ' if side else ''}records"
     elif not x.size or x.shape[:1] != y.shape[:1]:

@@ -60,7 +60,9 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+            entries = {}
+            for entry in archive.infolist():
+                entries[entry.filename.removesuffix(".npy")] = entry
             names = sorted(entries)
             for name in entries.keys() & set(ARRAYS):
                 arrays[name] = _read_array(archive, entries[name])

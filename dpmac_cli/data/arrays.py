@@ -59,8 +59,10 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         targets = [task.encoded(side.y) for side in sides]
         untested = task.untested(sides[1].y) if len(sides) > 1 else ()
     copies, tested = copies_among(contents)
+    names = tuple(map(escaped, left_out.records))
+    reasons = tuple(map(escaped, left_out.reasons))
     notes = PrivateNotes(
-        LeftOut(tuple(map(escaped, left_out.records)), tuple(map(escaped, left_out.reasons))),
+        LeftOut(names, reasons),
         untested=untested,
         copies=0 if facts.unit else copies,
         tested=tested,
@@ -69,7 +71,8 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     )
     splits = []
     for side, y in zip(sides, targets, strict=True):
-        splits.append(Split(inputs_of(side.x, facts.records), y, side.unit))
+        x = inputs_of(side.x, facts.records)
+        splits.append(Split(x, y, side.unit))
     train, *tests = splits
     if crafted is not None:
         x, y, _ = crafted.records
@@ -134,10 +137,13 @@ def _facts_of(
         InputError: settings do not fit the kind of the records.
     """
     settings = declared.settings
-    counts = [len(y if unit is None else np.unique(unit)) for _, y, unit in sides]
-    train, tests = counts[0], sum(counts[1:])
+    counts = []
+    for _, y, unit in sides:
+        counts.append(len(y if unit is None else np.unique(unit)))
+    train, *tests = counts
     train -= 0 if crafted is None else int(crafted.coins.sum())
-    known = dataset_of((train, tests), _records_of(declared, reading, arrays), task)
+    records = _records_of(declared, reading, arrays)
+    known = dataset_of((train, sum(tests)), records, task)
     inferred = list[str]()
     if reading.converted and settings.channels is None:
         inferred.append("channels")
@@ -151,7 +157,7 @@ def _facts_of(
         typed=str(declared.path),
         own=True,
         schema=declared.schema,
-        held_out=len(sides) > 1 and "x_test" not in arrays,
+        held_out=bool(tests) and "x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
         inferred=tuple(inferred),
     )

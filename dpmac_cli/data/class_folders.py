@@ -62,7 +62,7 @@ class ClassFolders:
     Args:
         declared: the dataset.
         suffixes: of the names of files of records, in lower case.
-        what: a record, and several, in words.
+        words: a record, and several, in words.
 
     Attributes:
         classes: their names, in the order of the labels; () for new records, whose label is 0.
@@ -76,10 +76,11 @@ class ClassFolders:
     """
 
     def __init__(
-        self, declared: Declaration, suffixes: tuple[str, ...], what: tuple[str, str]
+        self, declared: Declaration, suffixes: tuple[str, ...], words: tuple[str, str]
     ) -> None:
-        self._declared, self._suffixes = declared, suffixes
-        self._record, self._records = what
+        self._declared = declared
+        self._suffixes = suffixes
+        self._record, self._records = words
         self.faults, self.skipped = list[str](), list[str]()
         self._seen: dict[str, str] = {}  # names of folders, by where links lead
         self._parts = [declared.path]
@@ -190,15 +191,18 @@ class ClassFolders:
         is_used = ~np.isin(range(len(self.files)), [*bad, *self._no_unit])
         self.skipped += bad.values()
         self._refuse(bad.values())
+        of_files = np.array([file.label for file in self.files], np.int64)
+        names = np.array(self.names, object)
+        units = np.array(self._units, np.str_)
         for place, part in enumerate(self._parts):
             side = "_test" if place else ""
             rows = np.flatnonzero(is_used & (self._part_of == place))
-            labels = np.array([self.files[row].label for row in rows], np.int64)
+            labels = of_files[rows]
             arrays[f"x{side}"] = x(rows)
             arrays[f"y{side}"] = labels
-            arrays[f"key{side}"] = np.array([self.names[row] for row in rows], object)
+            arrays[f"key{side}"] = names[rows]
             if self._units:
-                arrays[f"unit{side}"] = np.array([self._units[row] for row in rows], np.str_)
+                arrays[f"unit{side}"] = units[rows]
             self._check_part(part, labels)
         raise_errors(self.faults)
         return arrays
@@ -212,10 +216,12 @@ class ClassFolders:
         """
         if part.name not in TESTS and self._declared.classes is None:
             with_records = set(labels.tolist())
-            empty = [name for row, name in enumerate(self.classes) if row not in with_records]
+            faults = []
+            for label, name in enumerate(self.classes):
+                if label not in with_records:
+                    faults.append(f"The class {name} in {part} has no {self._records}")
             self.faults += complaints(
-                [f"The class {name} in {part} has no {self._records}" for name in empty],
-                " Add some, remove its folder, or declare the classes with {classes}.",
+                faults, " Add some, remove its folder, or declare the classes with {classes}."
             )
         if not len(labels):
             # Without skip_bad, reasons why files are left out are faults of their own.

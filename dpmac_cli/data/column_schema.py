@@ -113,7 +113,8 @@ NEEDS_KIND = (
     "date), and then its range is found within epsilon"
 )
 #: Words for false and true, in lower case, in a column of which nothing else is declared.
-FALSE, TRUE = ("0", "no", "n", "false", "f", "off"), ("1", "yes", "y", "true", "t", "on")
+FALSE = ("0", "no", "n", "false", "f", "off")
+TRUE = ("1", "yes", "y", "true", "t", "on")
 #: Type of columns that each key is for; keys that are not listed are for all.
 USED_BY = {"decimal": "number", "thousands": "number", "format": "date", "transform": "number"}
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -324,8 +325,9 @@ class Column(Written):
             kind = "hashed" if self.open else "one-hot"
         elif self.type == "boolean":
             kind = "boolean"
-        flags: tuple[tuple[InputKind, int], ...] = (("flag", 1),) if self.flagged else ()
-        return ((kind, self.inputs - self.flagged), *flags)
+        if not self.flagged:
+            return ((kind, self.inputs),)
+        return (kind, self.inputs - 1), ("flag", 1)
 
 
 def days_of(end: float | date) -> float:

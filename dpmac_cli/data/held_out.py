@@ -59,8 +59,8 @@ def train_and_test(
     train = sides[0]
     contents = [_contents(part.x, part.y) for part in sides]
     if len(sides) == 1 and declared.settings.test_fraction:
-        named_by = arrays.get("key") if train.unit is None else train.unit
-        keys = copy_keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
+        names = arrays.get("key") if train.unit is None else train.unit
+        keys = copy_keys(contents[0]) if names is None else map(os.fsencode, names.tolist())
         tests = split(train.y[:known], islice(keys, known), classes, declared)
         tests = np.pad(tests, (0, len(train.y) - known))
         sides = [train.at(~tests), train.at(tests)]
@@ -141,8 +141,11 @@ def split(
     seed = settings.split_seed.to_bytes(8, "big")
     most = settings.test_fraction * 2**64
     # Adding or removing a record or unit must not change the split of the others.
-    words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
-    held_out = np.array([int.from_bytes(word, "big") < most for word in words])
+    sides = list[bool]()
+    for key in keys:
+        word = hashlib.blake2b(key, digest_size=8, key=seed).digest()
+        sides.append(int.from_bytes(word, "big") < most)
+    held_out = np.array(sides)
     if held_out.all() or not held_out.any():
         raise InputError(
             f"{{test_fraction=}}{settings.test_fraction:g} of {counted(len(held_out), 'record')} "
@@ -152,11 +155,9 @@ def split(
     if classes is not None:
         tested = set(y[held_out].tolist())
         trained = set(y[~held_out].tolist())
+        only = [classes[label] for label in sorted(tested - trained)]
         refuse(
-            [
-                f"All records of the class {classes[label]} are held out"
-                for label in sorted(tested - trained)
-            ],
+            [f"All records of the class {name} are held out" for name in only],
             " Use a smaller {test_fraction} or another {split_seed}, add records, or declare "
             "the classes with {classes}.",
         )

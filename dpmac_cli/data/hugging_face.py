@@ -60,7 +60,9 @@ def read_hugging_face(declared: Declaration) -> Reading:
     unit = declared.settings.unit if declared.labels else None
     column = _column_of(features, (label, unit), str(declared.path))
     used = [name for name in (column, label, unit) if name is not None]
-    absent = {name for name in used for split in splits if name not in split.features}
+    absent = set[str]()
+    for split in splits:
+        absent |= set(used) - set(split.features)
     refuse(
         [f"There is no column {name}" for name in sorted(absent)],
         f" The splits of {declared.path} need one set of columns, and that of {{unit}}.",

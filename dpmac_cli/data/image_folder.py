@@ -46,7 +46,8 @@ DEEP = ("PNG", "PPM")
 COMPANIONS = ("MPO",)
 #: EXIF's tag of the orientation, and the turns of its values as numbers of Image.Transpose. Pillow
 #: turns TIFF itself.
-ORIENTATION, TURNS = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+ORIENTATION = 0x0112
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 BITS_PER_SAMPLE, WHITE = 258, 65535
 #: Largest number of images that are decoded without worker processes.
 FEW = 128
@@ -309,8 +310,8 @@ def decode(
     turn = turn_of(opened)
     if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
         white = levels or _white(opened)
-        pixels = np.rint(np.asarray(opened) / (white / 255))
-        opened = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        levels_of_255 = np.rint(np.asarray(opened) / (white / 255))
+        opened = Image.fromarray(levels_of_255.clip(0, 255).astype(np.uint8))
     elif levels is not None and _has_16_bits(opened):
         return "has 16 bits per channel ({levels} is for grey images; save colours with 8 bits)"
     mode = "L" if channels == 1 else "RGB"
@@ -319,8 +320,8 @@ def decode(
         image = image.transpose(Image.Transpose(turn))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    result: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
-    return result.transpose(2, 0, 1)
+    pixels = np.asarray(image, np.uint8)
+    return pixels.reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _has_16_bits(opened: Image.Image) -> bool:

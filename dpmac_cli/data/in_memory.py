@@ -163,11 +163,13 @@ def from_dataframe(
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
     if schema is not None:
-        raise_errors(
-            f"{keyword} is for a data frame without a schema: leave one of them out."
-            for keyword, value in {"label": label, "kinds": kinds, "classes": classes}.items()
-            if value is not None
-        )
+        faults = []
+        for keyword, value in {"label": label, "kinds": kinds, "classes": classes}.items():
+            if value is not None:
+                faults.append(
+                    f"{keyword} is for a data frame without a schema: leave one of them out."
+                )
+        raise_errors(faults)
         return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
     table = table_of(frame)
     declared = {**_declared_kinds(table), **(kinds or {})}

@@ -47,7 +47,8 @@ def _check(name: str, splits: Sequence[Split], data_dir: Path) -> None:
         InputError: the sizes or the contents are others than those of the registry.
     """
     facts = DATASETS[name]
-    expected = [(size, *facts.records.shape) for size in (facts.train_size, facts.test_size)]
+    shape = facts.records.shape
+    expected = [(facts.train_size, *shape), (facts.test_size, *shape)]
     shapes = [part.x.shape for part in splits]
     if shapes != expected:
         fault = (
@@ -103,7 +104,9 @@ def _from_torchvision(name: str, data_dir: Path) -> list[Split]:
     files = [data_dir / file for file in DATASETS[name].files]
     download = bool(_missing(files))
     try:
-        return [_part(name, data_dir, which, download) for which in ("train", "test")]
+        train = _part(name, data_dir, "train", download)
+        test = _part(name, data_dir, "test", download)
+        return [train, test]
     except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
             f"The dataset {name} {_what_failed(files, download, failure)}; or use another "
@@ -129,7 +132,8 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     else:
         loaded = kind(data_dir, download=download, train=which == "train")
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
-    return Split(channels_first(np.asarray(loaded.data)), np.asarray(labels, np.int64))
+    images = channels_first(np.asarray(loaded.data))
+    return Split(images, np.asarray(labels, np.int64))
 
 
 def _missing(files: Sequence[Path]) -> list[str]:

@@ -82,7 +82,9 @@ def _of_each(
         columns = columns.reshape(1, -1)
     lows = np.broadcast_to(low.ravel(), len(columns))
     highs = np.broadcast_to(high.ravel(), len(columns))
-    outside, some_outside, taken = list[str](), list[str](), list[str]()
+    outside = list[str]()
+    some_outside = list[str]()
+    taken = list[str]()
     for name, values, least, most in zip(names, columns, lows, highs, strict=True):
         beyond = (values < least) | (values > most)
         declared = dates.get(name, f"{least:g} to {most:g}")

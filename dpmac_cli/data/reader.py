@@ -60,10 +60,13 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
 def _are_images_of_several_types(items: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether items are images, of numpy or of Pillow, and have more than one type."""
     # Pillow's images have a mode in place of a type.
-    types = {getattr(item, "dtype", getattr(item, "mode", None)) for item in items}
-    of_numpy = any(getattr(item, "ndim", 0) > 1 for item in items)
-    of_pillow = any(isinstance(kind, str) for kind in types)
-    return (of_numpy or of_pillow) and len(types) > 1
+    types = set()
+    are_images = False
+    for item in items:
+        kind = getattr(item, "dtype", getattr(item, "mode", None))
+        types.add(kind)
+        are_images |= isinstance(kind, str) or getattr(item, "ndim", 0) > 1
+    return are_images and len(types) > 1
 
 
 @dataclass(frozen=True)
@@ -214,5 +217,5 @@ def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
             )
     raise_errors(faults)
     if "key" in arrays:
-        arrays["key"] = np.array([*map(str, arrays["key"])], object)
+        arrays["key"] = np.array(list(map(str, arrays["key"])), object)
     return replace(reading, arrays=arrays)

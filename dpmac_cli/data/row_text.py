@@ -46,7 +46,10 @@ def _hashes(texts: Sequence[pa.Array]) -> list[bytes]:
         texts: columns of texts, shape (rows,) each.
     """
     rows = compute.binary_join_element_wise(*texts, BETWEEN).cast(pa.binary())
-    return [hashlib.blake2b(row, digest_size=BYTES).digest() for row in rows.to_pylist()]
+    hashes = []
+    for row in rows.to_pylist():
+        hashes.append(hashlib.blake2b(row, digest_size=BYTES).digest())
+    return hashes
 
 
 def plain_texts(cells: pa.Array) -> pa.Array:
@@ -82,7 +85,10 @@ def _texts(cells: pa.Array) -> pa.Array:
     try:
         return text_cells(cells)
     except pa.ArrowException:  # lists and the like
-        return pa.array([None if cell is None else repr(cell) for cell in cells.to_pylist()])
+        texts = []
+        for cell in cells.to_pylist():
+            texts.append(None if cell is None else repr(cell))
+        return pa.array(texts)
 
 
 def _other_texts(text: pa.Array) -> pa.Array:

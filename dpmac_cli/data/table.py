@@ -114,16 +114,18 @@ class OpenedTable:
         is_csv = self._frame is None and self.path.suffix != ".parquet"
         try:
             table, broken = self._table((*used, *others), skip_bad)
-            cells = {name: _as_read(table[name].combine_chunks()) for name in (*used, *others)}
+            cells = {}
+            for name in (*used, *others):
+                cells[name] = _as_read(table[name].combine_chunks())
         except Exception as failure:  # its parsers raise whatever a damaged file leads to
             raise _damaged(self.path, failure) from failure
-        strange = [name for name in used if any(test(cells[name].type) for test in NO_CELLS)]
+        faults = []
+        for name in used:
+            kind = cells[name].type
+            if any(is_kind(kind) for is_kind in NO_CELLS):
+                faults.append(f"The column {name} contains {kind}, not numbers or text")
         refuse(
-            [
-                f"The column {name} contains {cells[name].type}, not numbers or text"
-                for name in strange
-            ],
-            f" Write plain columns to {self.path}, or list these under drop in the schema.",
+            faults, f" Write plain columns to {self.path}, or list these under drop in the schema."
         )
         texts = {column.name for column in columns if column.type == "text"}
         rows = TableRows(cells, broken, bool(texts))
@@ -272,9 +274,9 @@ def _units(name: str, rows: TableRows, missing_words: Sequence[str]) -> NDArray[
     is_float = pa.types.is_floating(cells.type)
     values = np.asarray(cells) if is_float else decoded_cells(text_cells(cells))
     units, faults = units_in(values, missing_words)
+    of_records = np.array([faults.get(row, "") for row in range(len(rows))])
     for fault in sorted(set(faults.values())):
-        bad = [row for row, why in faults.items() if why == fault]
-        rows.add(f"{fault.removeprefix('has ')} in {name}", np.isin(range(len(rows)), bad))
+        rows.add(f"{fault.removeprefix('has ')} in {name}", of_records == fault)
     return units
 
 
@@ -335,8 +337,11 @@ def read_inputs(declared: Declaration) -> Reading:
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
     """Return faults of columns that a schema declares and a table does not have."""
-    absent = [name for name in wanted if name not in names]
-    return [f"There is no column {name}, which the schema declares" for name in absent]
+    faults = []
+    for name in wanted:
+        if name not in names:
+            faults.append(f"There is no column {name}, which the schema declares")
+    return faults
 
 
 def column_kinds(file: CsvFile) -> dict[str, str | None]:
@@ -356,7 +361,8 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
     path, columns = file.path, list[tuple[str, str | None]]()
     try:
         if path.suffix == ".parquet":
-            columns = [(field.name, kind_of(field.type)) for field in _parquet_schema(path)]
+            for field in _parquet_schema(path):
+                columns.append((field.name, kind_of(field.type)))
         else:
             columns = [(name, None) for name in file.header()]
         if not columns:
@@ -394,8 +400,8 @@ def _parquet_schema(path: Path) -> pa.Schema:
     """
     metadata = parquet.read_metadata(path)
     rows = metadata.num_rows
-    groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    if rows != sum(groups) or rows < 0:
+    in_groups = sum(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+    if rows != in_groups or rows < 0:
         raise ValueError(f"its header declares {rows:,} records, and its parts have others")
     check_memory(rows * metadata.num_columns * CELL, f"{rows:,} records")
     return metadata.schema.to_arrow_schema()

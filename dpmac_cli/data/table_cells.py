@@ -173,7 +173,8 @@ def _places_in(cells: pa.Array, column: Column | Label) -> CellNumbers:
 def _truths(text: pa.Array) -> CellNumbers:
     """Return 0 and 1 for words of false and true; NaN for others."""
     words = pa.array([*FALSE, *TRUE])
-    places = _floats(compute.index_in(compute.utf8_lower(text), words).cast(pa.float64()))
+    indices = compute.index_in(compute.utf8_lower(text), words)
+    places = _floats(indices.cast(pa.float64()))
     return np.where(np.isnan(places), np.nan, places >= len(FALSE))
 
 
@@ -244,8 +245,8 @@ def text_cells(cells: pa.Array) -> pa.Array:
         is_whole = compute.equal(compute.floor(cells), cells)
         is_small = compute.less(compute.abs(cells), 2.0**53)
         is_exact = compute.and_(is_whole, is_small)
-        integers = compute.if_else(is_exact, cells, None).cast(pa.int64())
-        text = compute.if_else(is_exact.fill_null(False), integers.cast(pa.string()), text)
+        integers = compute.if_else(is_exact, cells, None).cast(pa.int64()).cast(pa.string())
+        text = compute.if_else(is_exact.fill_null(False), integers, text)
     elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
         text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
     return compute.ascii_trim_whitespace(text)

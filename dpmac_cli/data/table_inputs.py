@@ -146,12 +146,9 @@ def records_in(columns: Sequence[Column], texts: TextReader | None) -> Callable[
     """
     places = _places_of_texts(columns)
     if texts is not None and places:
+        without_values = [column.name for column in columns if column.open]
         refuse(
-            [
-                f"The column {column.name} is declared by its type alone"
-                for column in columns
-                if column.open
-            ],
+            [f"The column {name} is declared by its type alone" for name in without_values],
             " Beside texts, declare its range or its categories.",
         )
         return texts_at(texts, places)
@@ -188,7 +185,9 @@ def inputs_in(
     """
     _check_texts(columns, rows, reader)
     _check_size(columns, rows)
-    blocks, low, high = list[NDArray[Any]](), list[float](), list[float]()
+    blocks = list[NDArray[Any]]()
+    low = list[float]()
+    high = list[float]()
     for column in columns:
         block, (lows, highs), missing = _block(column, rows, reader)
         blocks.append(block)
@@ -202,7 +201,8 @@ def inputs_in(
             value = "text" if column.type == "text" else "value"
             rows.add(f"no {value} in {column.name}", missing)
     inputs = np.column_stack(blocks).astype(np.float64, copy=False)
-    return inputs, np.array(low, np.float64), np.array(high, np.float64)
+    ends = np.array([low, high], np.float64)
+    return inputs, ends[0], ends[1]
 
 
 def _check_texts(columns: Sequence[Column], rows: TableRows, reader: TextReader | None) -> None:
@@ -249,7 +249,8 @@ def _block(
         return _block_of_texts(column, rows.cells[column.name], reader)
     if column.hashed:
         places = hashed_in(rows.cells[column.name], column)
-        return places[:, None], ([0.0], [PLACES - 1.0]), np.zeros(len(places), bool)
+        ends = [0.0], [PLACES - 1.0]
+        return places[:, None], ends, np.zeros(len(places), bool)
     if column.type == "category":
         values, missing = values_in(rows.cells[column.name], column)
         is_category = values[:, None] == np.arange(len(column.categories))
@@ -260,12 +261,13 @@ def _block(
     if column.open:
         return _block_without_range(column, rows)
     values, missing = _values(column, rows)
-    ends = (0.0, 1.0) if column.type == "boolean" else column.ends
+    low, high = (0.0, 1.0) if column.type == "boolean" else column.ends
     if column.type == "date":  # years until the last day
-        values = (ends[1] - values) / YEAR
-        ends = (0, (ends[1] - ends[0]) / YEAR)
-    block = np.where(np.isnan(values), sum(ends) / 2, values)[:, None]
-    return block, ([ends[0]], [ends[1]]), missing
+        values = (high - values) / YEAR
+        low, high = 0, (high - low) / YEAR
+    middle = (low + high) / 2
+    block = np.where(np.isnan(values), middle, values)[:, None]
+    return block, ([low], [high]), missing
 
 
 def _block_of_texts(

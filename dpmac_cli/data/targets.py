@@ -83,7 +83,8 @@ def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
         )
     else:
         name = str(values["target_name"].item())
-        low, high = (float(end.item()) for end in ends)
+        low = float(ends[0].item())
+        high = float(ends[1].item())
         transform = values["target_transform"].item()
         number = Regression((name,), low, high, transform)
         faults += [f"{name}: {fault}" for fault in faults_of_range(low, high, transform)]
@@ -98,7 +99,10 @@ def without_targets(arrays: Arrays) -> dict[str, Any]:
         arrays: arrays of a reader, with or without targets.
     """
     declared = (*DECLARED, CLASSES)
-    result: dict[str, Any] = {name: array for name, array in arrays.items() if name not in declared}
+    result: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if name not in declared:
+            result[name] = array
     for side in ("", "_test"):
         if f"x{side}" in arrays:
             result[f"y{side}"] = np.zeros(len(arrays[f"x{side}"]), np.int64)
@@ -247,7 +251,8 @@ def task_in(
     elif folders:
         names = tuple(folders)
     else:
-        names = tuple(map(str, range(1 + int(arrays["y"].max()))))
+        labels = range(1 + int(arrays["y"].max()))
+        names = tuple(map(str, labels))
     check_classes(names, dataset)
     return Classification(names) if task is None else TASKS[task](names)
 

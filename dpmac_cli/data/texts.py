@@ -39,7 +39,8 @@ def as_inputs(
     limit = limit or reader.limit
     styles = [how_written(text) for text in texts]
     written = np.array(styles, np.float64).reshape(-1, WRITTEN)
-    tokens = np.array(reader.tokens(texts, limit), np.float64).reshape(-1, limit)
+    numbers = reader.tokens(texts, limit)
+    tokens = np.array(numbers, np.float64).reshape(-1, limit)
     return np.column_stack([tokens, written])
 
 

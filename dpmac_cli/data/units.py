@@ -84,7 +84,8 @@ def units_of(numbers: ArrayLike) -> Units:
     # Keep the original order within a unit. An order that depended on other units would let one
     # of them change which records are drawn from this one.
     order = np.argsort(which, kind="stable")
-    return Units(order, np.append(0, np.cumsum(np.bincount(which))))
+    sizes = np.bincount(which)
+    return Units(order, np.append(0, np.cumsum(sizes)))
 
 
 def units_in(
