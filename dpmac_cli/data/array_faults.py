@@ -1,7 +1,14 @@
 """Checks of the arrays that a reader returns. All faults of a dataset are reported together.
 
 The names of arrays are those of an .npz: ``x``, ``y`` and ``unit`` of training records, and with
-``_test`` behind them of test records.
+``_test`` behind them of test records. Records are
+
+- images: uint8, shape (records, height, width), with 1 or 3 channels last or first; or
+- numbers: of any type of numbers, shape (records, columns), or floats in the shape of images, all
+  finite, with a public range ``low`` and ``high`` for all columns or for each.
+
+Targets are checked in ``targets.py``. A message says which array is wrong, what was found, and a
+line of code that corrects it.
 """
 
 from collections.abc import Iterator
@@ -28,6 +35,9 @@ NARROWEST = 1e-30
 
 def check_arrays(arrays: ArrayDict, declared: Declaration, *, numbers: bool) -> None:
     """Check arrays, and convert targets and units in place.
+
+    Faults of all labels together, and of ranges, are looked for only in arrays without other
+    faults.
 
     Args:
         arrays: arrays of a reader, with what settings declare of them.
@@ -154,7 +164,8 @@ def _are_ranges(ranges: NDArray[np.float64]) -> NDArray[np.bool_]:
     Args:
         ranges: lowest and highest values, shape (2, columns).
     """
-    low, high = np.clip(ranges, -FARTHEST, FARTHEST).astype(np.float32)
+    clipped = np.clip(ranges, -FARTHEST, FARTHEST)
+    low, high = clipped.astype(np.float32)
     is_near = np.logical_and.reduce(abs(ranges) <= FARTHEST)
     is_wide = high - low >= NARROWEST
     are_ranges: NDArray[np.bool_] = np.logical_and(is_near, is_wide)
@@ -178,7 +189,8 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
     if x.ndim and len(x) and x.dtype.kind == "f":
-        is_finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
+        of_record = tuple(range(1, x.ndim))
+        is_finite = np.isfinite(x).all(of_record)
         broken = np.flatnonzero(~is_finite)
         if len(broken):
             yield (

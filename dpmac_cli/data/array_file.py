@@ -47,7 +47,10 @@ def read_array_file(declared: Declaration) -> Reading:
     return Reading(read_npz(declared.path, needed))
 
 
-def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
+def read_npz(
+    path: Path,
+    needed: Sequence[str] = ("x", "y"),
+) -> ArrayDict:
     """Return the arrays of a file by name. Pickled objects are never loaded.
 
     Args:
@@ -80,7 +83,10 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     return arrays
 
 
-def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
+def _read_array(
+    archive: zipfile.ZipFile,
+    entry: zipfile.ZipInfo,
+) -> NDArray[Any]:
     """Return an array of a file.
 
     Args:

@@ -1,7 +1,10 @@
 """From the arrays that a reader returns to a dataset: checks, split, inputs, facts and notes.
 
 What is public of a dataset, such as its classes and ranges, comes from declarations. What one
-record may change is in private notes, or is named as read from the records.
+record may change is in private notes, or is named as read from the records. Sizes count units of
+privacy.
+
+The same steps serve every reader, those of programs included, so a reader cannot skip a check.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,10 @@ from dpmac_cli.tasks.task import Task, is_labelled
 
 def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     """Return the dataset of the arrays that a reader returned.
+
+    Records are checked before any is used, and all faults are reported together. Targets are
+    encoded by the task, inputs are clipped to public ranges, and crafted records of an audit are
+    treated as all others.
 
     Args:
         declared: the dataset as settings and its schema declare it.
@@ -182,7 +189,8 @@ def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> I
                 raise InputError(f"{setting} is for folders of images: arrays are not converted.")
     shape = channels_first(x[:1]).shape[1:]
     if is_numbers(x):
-        low, high = column_ranges(x, arrays["low"], arrays["high"]).tolist()
+        ends = column_ranges(x, arrays["low"], arrays["high"])
+        low, high = ends.tolist()
         kind = reading.numbers or Numbers
         return kind(shape=shape, low=tuple(low), high=tuple(high))
     channels, height, width = shape
@@ -190,7 +198,10 @@ def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> I
     return Images(shape=(channels, height, width), mean=mean, std=std)
 
 
-def _constants(declared: Declaration, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _constants(
+    declared: Declaration,
+    channels: int,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the chosen mean and standard deviation of each channel of images.
 
     Args:
@@ -226,7 +237,8 @@ def _remarks(
     x = arrays["x"]
     if not is_numbers(x):
         return reading.remarks
-    return (*reading.remarks, *remarks_on_ranges(by_column(x), arrays, declared, number))
+    on_ranges = remarks_on_ranges(by_column(x), arrays, declared, number)
+    return (*reading.remarks, *on_ranges)
 
 
 def _are_copies_expected(arrays: ArrayDict, declared: Declaration) -> bool:

@@ -48,7 +48,8 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values = npy.open_memmap(path, "r")
-        self.shape, self.dtype = self.values.shape[1:], self.values.dtype
+        self.shape = self.values.shape[1:]
+        self.dtype = self.values.dtype
         with path.open("rb") as file:
             file.seek(self.values.offset + self.values.nbytes)
             faults = json.loads(file.read())
@@ -94,7 +95,8 @@ class Rows:
 
     def sha256(self) -> str:
         """Return the SHA-256 of what determines the file's contents and the numbers of the rows."""
-        return hashlib.sha256(self.file.path.stem.encode() + self.rows.tobytes()).hexdigest()
+        contents = self.file.path.stem.encode()
+        return hashlib.sha256(contents + self.rows.tobytes()).hexdigest()
 
 
 #: Some rows after the others, and why some of them could not be computed, by number in the file.
@@ -164,7 +166,12 @@ def kept_file(
         ) from failure
 
 
-def _write(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], computed: Computed) -> None:
+def _write(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    computed: Computed,
+) -> None:
     """Write a file that only its owner can read.
 
     Args:
@@ -189,7 +196,8 @@ def _write(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], computed: C
 def kept_files(folder: Path) -> list[Path]:
     """Return the files of a cache, most recently used first, with those being written."""
     files = [file for file in folder.glob("*") if file.suffix in (WHOLE, PART)]
-    return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    return files
 
 
 def make_room(folder: Path, size: float) -> list[Path]:

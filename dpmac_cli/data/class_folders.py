@@ -1,6 +1,9 @@
 """Files of records in folders named after their classes, with or without train/ and test/ above.
 
-New records, without labels, are in folders of any names.
+New records, without labels, are in folders of any names. Hidden files are passed over, links are
+followed, and a folder that was visited under another name counts once: its records would count
+twice, or belong to two units. A file beside the folders of classes that is no record is ignored;
+one of another kind within them is a fault, or with ``skip_bad`` left out.
 """
 
 import os
@@ -76,7 +79,10 @@ class ClassFolders:
     """
 
     def __init__(
-        self, declared: Declaration, suffixes: tuple[str, ...], words: tuple[str, str]
+        self,
+        declared: Declaration,
+        suffixes: tuple[str, ...],
+        words: tuple[str, str],
     ) -> None:
         self._declared = declared
         self._suffixes = suffixes
@@ -176,7 +182,9 @@ class ClassFolders:
         return file if os.path.isfile(path) else "is not a regular file"
 
     def arrays(
-        self, x: Callable[[NDArray[np.int64]], Any], bad: Mapping[int, str]
+        self,
+        x: Callable[[NDArray[np.int64]], Any],
+        bad: Mapping[int, str],
     ) -> dict[str, Any]:
         """Return arrays like those of an .npz, with the path of each record as its ``key``.
 
@@ -188,7 +196,8 @@ class ClassFolders:
             InputError: with every fault found.
         """
         arrays = dict[str, Any]()
-        is_used = ~np.isin(range(len(self.files)), [*bad, *self._no_unit])
+        unused = [*bad, *self._no_unit]
+        is_used = ~np.isin(range(len(self.files)), unused)
         self.skipped += bad.values()
         self._refuse(bad.values())
         of_files = np.array([file.label for file in self.files], np.int64)
@@ -207,7 +216,11 @@ class ClassFolders:
         raise_errors(self.faults)
         return arrays
 
-    def _check_part(self, part: Path, labels: NDArray[np.int64]) -> None:
+    def _check_part(
+        self,
+        part: Path,
+        labels: NDArray[np.int64],
+    ) -> None:
         """Add faults for classes without a record, and for a part without any.
 
         Args:
@@ -251,8 +264,9 @@ def splits_of(declared: Declaration) -> list[Path]:
             f"{TRAIN} and test, or one folder per class, of which {{test_fraction}} is held out. "
             f"If {parts[0].name} is the name of a class, rename it."
         )
-    # Otherwise these folders are of declared classes.
-    return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
+    if len(parts) == 2 and parts[0].name == TRAIN:
+        return parts
+    return [root]  # these folders are of declared classes
 
 
 def file_at(path: str, label: int = NO_CLASS) -> FoundFile:
@@ -276,7 +290,11 @@ def visible(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not is_hidden(name))
 
 
-def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]:
+def tree(
+    folder: Path,
+    faults: list[str],
+    seen: dict[str, str],
+) -> Iterator[str]:
     """Yield the visible files in a folder and below it, in order. Links are followed.
 
     Adds a fault for a folder that cannot be read, and for one that was visited under another name:
@@ -302,7 +320,11 @@ def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]
             yield os.path.join(where, name)
 
 
-def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
+def units_of_files(
+    names: Sequence[str],
+    unit: str,
+    depth: int,
+) -> list[str]:
     """Return the unit of each file, as ``--unit`` defines it; "" if it has none.
 
     It is the text that a pattern, or its first group, matches. A folder of one name in several

@@ -126,7 +126,8 @@ def _iso_date(day: Any) -> Any:
 
 
 Day = Annotated[date, BeforeValidator(_iso_date)]
-TWO_DAYS, TWO_NUMBERS = TypeAdapter(tuple[Day, Day]), TypeAdapter(tuple[FiniteFloat, FiniteFloat])
+TWO_DAYS = TypeAdapter(tuple[Day, Day])
+TWO_NUMBERS = TypeAdapter(tuple[FiniteFloat, FiniteFloat])
 
 
 def _ends(ends: Any, info: ValidationInfo) -> Any:
@@ -268,7 +269,11 @@ class Column(Written):
         """Return whether it is a number or a date in a declared range."""
         return self.range is not None
 
-    def told(self, low: float, high: float) -> tuple[float, float]:
+    def told(
+        self,
+        low: float,
+        high: float,
+    ) -> tuple[float, float]:
         """Return numbers from low to high as a schema declares them; dates in days.
 
         In a declared range, the number of a date is that of the years until its last day.
@@ -430,7 +435,11 @@ def _check_keys(column: Column | Label) -> None:
             raise ValueError(f"{key} is for columns of type {kind}")
 
 
-def faults_of_range(low: float, high: float, transform: str) -> Iterator[str]:
+def faults_of_range(
+    low: float,
+    high: float,
+    transform: str,
+) -> Iterator[str]:
     """Yield faults of the declared range of numbers to predict.
 
     Args:

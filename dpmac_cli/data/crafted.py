@@ -23,7 +23,11 @@ OPEN = 1000.0
 
 
 def crafted_records(
-    records: Records, task: Task, count: int, like: Split, seed: int | None
+    records: Records,
+    task: Task,
+    count: int,
+    like: Split,
+    seed: int | None,
 ) -> Crafted:
     """Return K = ``count`` records with random inputs and targets, and a fair coin for each.
 
@@ -48,7 +52,11 @@ def crafted_records(
     return Crafted(Split(x, y), coins)
 
 
-def _numbers(records: Numbers, count: int, rng: np.random.Generator) -> NDArray[Any]:
+def _numbers(
+    records: Numbers,
+    count: int,
+    rng: np.random.Generator,
+) -> NDArray[Any]:
     """Return random rows or arrays of numbers in their public ranges, shape (K, ...).
 
     Numbers of tokens are whole, and inputs of a table are of the kind of their column.
@@ -61,17 +69,20 @@ def _numbers(records: Numbers, count: int, rng: np.random.Generator) -> NDArray[
     sides = (1,) * (len(records.shape) - 1)
     low = np.reshape(records.low, (-1, *sides))
     high = np.reshape(records.high, (-1, *sides))
-    x: NDArray[Any] = low + (high - low) * rng.random((count, *records.shape))
+    uniform = rng.random((count, *records.shape))
+    x: NDArray[Any] = low + (high - low) * uniform
     if isinstance(records, Texts):
         for first, tokens in records.texts:
-            x[:, first : first + tokens] = np.rint(x[:, first : first + tokens])
+            text = slice(first, first + tokens)
+            x[:, text] = np.rint(x[:, text])
     if isinstance(records, Table):
         for kind, part in records.parts:
             width = part.stop - part.start
             if kind == "open":
                 x[:, part] = _open((count, width), rng)
             elif kind == "one-hot":
-                x[:, part] = np.eye(width)[rng.integers(0, width, count)]
+                category = rng.integers(0, width, count)
+                x[:, part] = np.eye(width)[category]
             elif kind in ("flag", "boolean"):
                 x[:, part] = rng.integers(0, 2, (count, width))
             elif kind == "hashed":
@@ -79,13 +90,19 @@ def _numbers(records: Numbers, count: int, rng: np.random.Generator) -> NDArray[
     return x
 
 
-def _open(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
+def _open(
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
+) -> NDArray[np.float64]:
     """Return random whole numbers where no range is declared, with deviation :data:`OPEN`."""
     return np.rint(OPEN * rng.standard_normal(shape))
 
 
 def _targets(
-    task: Task, count: int, shape: tuple[int, ...], rng: np.random.Generator
+    task: Task,
+    count: int,
+    shape: tuple[int, ...],
+    rng: np.random.Generator,
 ) -> NDArray[Any]:
     """Return random classes, or numbers in their range, as a reader returns them.
 

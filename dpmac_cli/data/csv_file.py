@@ -58,7 +58,8 @@ class CsvFile:
             csv.Error: its first line is no line of a CSV.
         """
         with self._begin() as file:
-            names = next(csv.reader(file, delimiter=self.delimiter()), [])
+            lines = csv.reader(file, delimiter=self.delimiter())
+            names = next(lines, [])
         if any("\0" in name for name in names):
             raise ValueError(
                 "line 1 has zero bytes, so it is no text, or UTF-16 without a byte order mark: "
@@ -86,7 +87,11 @@ class CsvFile:
         with self._begin() as file:
             return max(DELIMITERS, key=file.readline().count)
 
-    def cells(self, names: tuple[str, ...], skip_bad: bool) -> tuple[pa.Table, dict[int, str]]:
+    def cells(
+        self,
+        names: tuple[str, ...],
+        skip_bad: bool,
+    ) -> tuple[pa.Table, dict[int, str]]:
         """Return columns as text, and why some records cannot be read; their cells are null.
 
         Cells in quotation marks may contain line breaks, but with ``skip_bad`` each line is a
@@ -149,16 +154,21 @@ class CsvFile:
         lines = self._lines()
         numbers = list(range(1, len(lines) + 1))
         if not skip_bad:
-            opens = [line is not None and line.count('"') % 2 for line in lines]
-            ends = 1 + np.flatnonzero(np.cumsum(opens) % 2 == 0)
-            begins = list(dict.fromkeys([0, *ends.tolist(), len(lines)]))
+            is_odd = [line is not None and line.count('"') % 2 for line in lines]
+            is_outside = np.cumsum(is_odd) % 2 == 0
+            ends = 1 + np.flatnonzero(is_outside)
+            begins = sorted({0, *ends.tolist(), len(lines)})
             if len(begins) <= len(lines):
                 lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
                 numbers = [first + 1 for first in begins[:-1]]
         is_used = [line != "" for line in lines]
         return list(compress(lines, is_used)), list(compress(numbers, is_used))
 
-    def _parsed(self, rows: pa.Array, names: tuple[str, ...]) -> pa.Table:
+    def _parsed(
+        self,
+        rows: pa.Array,
+        names: tuple[str, ...],
+    ) -> pa.Table:
         """Return columns of a CSV as text.
 
         Args:

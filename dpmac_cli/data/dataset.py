@@ -59,11 +59,13 @@ class Crafted:
         chosen = self.records.at(self.coins)
         values = train.x.read() if isinstance(train.x, Rows) else train.x
         x = np.concatenate([values, chosen.x.astype(values.dtype)])
-        y = np.concatenate([train.y, chosen.y.astype(train.y.dtype)])
+        targets = chosen.y.astype(train.y.dtype)
+        y = np.concatenate([train.y, targets])
         unit = train.unit
         if unit is not None:
             names = [f"crafted {secrets.token_hex(8)}" for _ in chosen.y]
-            unit = np.concatenate([unit.astype(np.str_), np.array(names, np.str_)])
+            new_units = np.array(names, np.str_)
+            unit = np.concatenate([unit.astype(np.str_), new_units])
         return Split(x, y, unit)
 
 

@@ -52,7 +52,8 @@ def train_and_test(
     sides = []
     for side in SIDES:
         if f"x{side}" in arrays:
-            sides.append(Split(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}")))
+            x, y = arrays[f"x{side}"], arrays[f"y{side}"]
+            sides.append(Split(x, y, arrays.get(f"unit{side}")))
     known = len(sides[0].y)
     if crafted is not None:
         sides[0] = crafted.added_to(sides[0])
@@ -71,7 +72,11 @@ def train_and_test(
     return sides, contents
 
 
-def _check_units_differ(train: NDArray[Any], test: NDArray[Any], declared: Declaration) -> None:
+def _check_units_differ(
+    train: NDArray[Any],
+    test: NDArray[Any],
+    declared: Declaration,
+) -> None:
     """Raise InputError if a unit has training and test records.
 
     Args:
@@ -102,11 +107,24 @@ def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
     hashes = []
     for record, target in zip(records, y, strict=True):
         values = key_of(record, target, numbers)
-        hashes.append(hashlib.blake2b(values, digest_size=BYTES).digest())
+        hashes.append(hash_of(values))
     return hashes
 
 
-def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
+def hash_of(content: bytes) -> bytes:
+    """Return a hash of the content of a record, of :data:`BYTES` bytes.
+
+    Args:
+        content: the same bytes for equal records.
+    """
+    return hashlib.blake2b(content, digest_size=BYTES).digest()
+
+
+def key_of(
+    record: NDArray[Any],
+    label: ArrayLike,
+    numbers: bool,
+) -> bytes:
     """Return bytes that depend on the values of a record, and not on the types they have.
 
     Args:
@@ -123,7 +141,10 @@ def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
 
 
 def split(
-    y: NDArray[Any], keys: Iterable[bytes], classes: Sequence[str] | None, declared: Declaration
+    y: NDArray[Any],
+    keys: Iterable[bytes],
+    classes: Sequence[str] | None,
+    declared: Declaration,
 ) -> NDArray[np.bool_]:
     """Return which records are held out, shape (records,).
 
@@ -164,7 +185,10 @@ def split(
     return held_out
 
 
-def copy_keys(contents: Iterable[bytes], forms: Iterable[bytes] | None = None) -> Iterator[bytes]:
+def copy_keys(
+    contents: Iterable[bytes],
+    forms: Iterable[bytes] | None = None,
+) -> Iterator[bytes]:
     """Yield the key of each record that decides its side of a split, given its contents.
 
     It is of the contents alone for the first :data:`MOST_COPIES` equal records, and for others
@@ -182,7 +206,9 @@ def copy_keys(contents: Iterable[bytes], forms: Iterable[bytes] | None = None) -
     """
     seen: Counter[bytes] = Counter()
     contents = list(contents)
-    for content, form in zip(contents, contents if forms is None else forms, strict=True):
+    if forms is None:
+        forms = contents
+    for content, form in zip(contents, forms, strict=True):
         seen[form] += 1
         copy = max(0, seen[form] - MOST_COPIES)
         yield content + copy.to_bytes(8, "big")
@@ -207,7 +233,11 @@ def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, .
     return records - len(different), tuple(trained_on)
 
 
-def are_expected(x: NDArray[np.float64], y: NDArray[np.float64], widths: Sequence[int]) -> bool:
+def are_expected(
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    widths: Sequence[int],
+) -> bool:
     """Return whether a record equals another one by chance, as in a table of few columns.
 
     That is so if at least one is expected to do so where columns are independent: the others times
@@ -220,7 +250,8 @@ def are_expected(x: NDArray[np.float64], y: NDArray[np.float64], widths: Sequenc
     """
     expected = float(len(x) - 1)
     targets = y.reshape(len(y), -1)
-    inputs = np.split(x, np.cumsum(widths)[:-1], axis=1)
+    ends = np.cumsum(widths)
+    inputs = np.split(x, ends[:-1], axis=1)
     for column in (targets, *inputs):
         if expected < 1:
             return False

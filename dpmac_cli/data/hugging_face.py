@@ -1,6 +1,12 @@
 """Datasets of Hugging Face's library ``datasets``, which need not be installed to be recognised.
 
-One column of texts, images or vectors is read, and one of labels, whose names are the classes.
+One column of texts, images or vectors is read, and one of labels, whose names are the classes. The
+names of a ``ClassLabel`` are declared by whoever made the dataset, so they are public; other labels
+are numbers, whose classes are read from the records. With a schema, a dataset is a table, and all
+its columns may be used: see ``table.py``.
+
+Values are decoded one by one as objects of Python. The dataset's own transforms and formats are not
+applied. Streamed datasets have no length, and are not supported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,7 +79,8 @@ def read_hugging_face(declared: Declaration) -> Reading:
     for split, side in zip(splits, SIDES, strict=False):
         values = _values(split, column)
         if has_images:
-            arrays[f"x{side}"] = _decoded(values, (len(split), *shape), declared, f"x{side}")
+            of_all = (len(split), *shape)
+            arrays[f"x{side}"] = _decoded(values, of_all, declared, f"x{side}")
         else:
             arrays[f"x{side}"] = _array(values)
         if label is not None:
@@ -107,7 +114,10 @@ def _splits(dataset: Any, name: str) -> list[Any]:
     return [part.with_format(None) for part in parts]
 
 
-def _label_of(features: Mapping[str, Any], declared: Declaration) -> str | None:
+def _label_of(
+    features: Mapping[str, Any],
+    declared: Declaration,
+) -> str | None:
     """Return the column of labels: the one whose classes have names, or the one of the name.
 
     Args:
@@ -132,7 +142,11 @@ def _label_of(features: Mapping[str, Any], declared: Declaration) -> str | None:
     )
 
 
-def _column_of(features: Mapping[str, Any], others: Sequence[str | None], dataset: str) -> str:
+def _column_of(
+    features: Mapping[str, Any],
+    others: Sequence[str | None],
+    dataset: str,
+) -> str:
     """Return the only column of texts, images or vectors.
 
     Args:
@@ -207,7 +221,11 @@ def _array(values: Iterable[Any]) -> NDArray[Any]:
         raise InputError("All vectors of a dataset need one shape.") from failure
 
 
-def _shape_of(splits: Sequence[Any], column: str, declared: Declaration) -> tuple[int, int, int]:
+def _shape_of(
+    splits: Sequence[Any],
+    column: str,
+    declared: Declaration,
+) -> tuple[int, int, int]:
     """Return channels, height and width of images.
 
     Args:
@@ -233,7 +251,10 @@ def _shape_of(splits: Sequence[Any], column: str, declared: Declaration) -> tupl
 
 
 def _decoded(
-    images: Iterable[Any], shape: tuple[int, ...], declared: Declaration, name: str
+    images: Iterable[Any],
+    shape: tuple[int, ...],
+    declared: Declaration,
+    name: str,
 ) -> NDArray[np.uint8]:
     """Return images in one array.
 

@@ -1,7 +1,12 @@
 """Datasets of images in folders named after their classes, decoded into a file of rows.
 
 Each image is decoded by itself: upright, in the channels and the size of all, with 8 bits per
-channel. Their number, sizes and modes are read from their headers first.
+channel. Sizes and modes are read from their headers first, if settings do not declare them, so that
+a dataset of several sizes fails before anything is decoded.
+
+Decoded images are private, and are kept in the cache for their owner alone (``cache.py``). Those of
+new records, to predict, are not kept. Images with 32 bits per pixel have no public range, and those
+with several frames are several records, so both are refused.
 """
 
 import hashlib
@@ -120,7 +125,10 @@ def look_of(declared: Declaration, shape: tuple[int, ...]) -> Look:
     return partial(decode_new, declared=declared)
 
 
-def decode_new(opened: Image.Image, declared: Declaration) -> NDArray[np.uint8] | str:
+def decode_new(
+    opened: Image.Image,
+    declared: Declaration,
+) -> NDArray[np.uint8] | str:
     """Return a new image, decoded, or why it does not fit the model.
 
     Images are converted only if those of the training were.
@@ -148,7 +156,10 @@ def _is_grey(mode: str) -> bool:
 
 
 def _file_of(
-    path: Path, images: Sequence[FoundFile], shape: tuple[int, ...], look: Look
+    path: Path,
+    images: Sequence[FoundFile],
+    shape: tuple[int, ...],
+    look: Look,
 ) -> RowFile:
     """Return a file of decoded images, which are decoded unless it is there.
 
@@ -171,8 +182,9 @@ def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:
         images: facts of the files, which tell other contents apart.
     """
     settings = declared.settings
+    folder = str(declared.path.resolve())
     read = [declared.channels, settings.image_size, settings.levels]
-    key = [*VERSION, str(declared.path.resolve()), *read, images]
+    key = [*VERSION, folder, *read, images]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return cache_folder() / f"{name}{WHOLE}"
 
@@ -236,7 +248,11 @@ def shape_of_all(
     return channels, height, width
 
 
-def decoded(paths: Sequence[str], shape: tuple[int, ...], look: Look) -> Computed:
+def decoded(
+    paths: Sequence[str],
+    shape: tuple[int, ...],
+    look: Look,
+) -> Computed:
     """Yield decoded images in order, with why some could not be decoded, by their rows.
 
     Those are zeros. More than :data:`FEW` images are decoded by a process per core. Reports
@@ -291,7 +307,9 @@ def usable_cores() -> int:
 
 
 def decode(
-    opened: Image.Image, shape: tuple[int, ...], levels: int | None = None
+    opened: Image.Image,
+    shape: tuple[int, ...],
+    levels: int | None = None,
 ) -> NDArray[np.uint8] | str:
     """Return an image upright, resized if its size differs, or why it cannot be used.
 
@@ -311,7 +329,8 @@ def decode(
     if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
         white = levels or _white(opened)
         levels_of_255 = np.rint(np.asarray(opened) / (white / 255))
-        opened = Image.fromarray(levels_of_255.clip(0, 255).astype(np.uint8))
+        clipped = levels_of_255.clip(0, 255)
+        opened = Image.fromarray(clipped.astype(np.uint8))
     elif levels is not None and _has_16_bits(opened):
         return "has 16 bits per channel ({levels} is for grey images; save colours with 8 bits)"
     mode = "L" if channels == 1 else "RGB"
@@ -353,10 +372,15 @@ def turn_of(opened: Image.Image) -> int | None:
 def size_of(opened: Image.Image) -> tuple[int, int]:
     """Return the width and height of an image once it is upright."""
     width, height = opened.size
-    return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
+    if turn_of(opened) in (2, 4, 5, 6):
+        return height, width
+    return width, height
 
 
-def looked_at(source: str | Image.Image, look: Callable[[Image.Image], Seen]) -> Seen | str:
+def looked_at(
+    source: str | Image.Image,
+    look: Callable[[Image.Image], Seen],
+) -> Seen | str:
     """Return the result of ``look`` at an image, or why it cannot be used.
 
     Args:
@@ -372,7 +396,10 @@ def looked_at(source: str | Image.Image, look: Callable[[Image.Image], Seen]) ->
         return unreadable(failure)
 
 
-def seen_in(image: Image.Image, look: Callable[[Image.Image], Seen]) -> Seen | str:
+def seen_in(
+    image: Image.Image,
+    look: Callable[[Image.Image], Seen],
+) -> Seen | str:
     """Return the result of ``look`` at an opened image, or why it is none of one public range.
 
     Args:

@@ -164,7 +164,8 @@ def from_dataframe(
         schema = read_schema(Path(schema))
     if schema is not None:
         faults = []
-        for keyword, value in {"label": label, "kinds": kinds, "classes": classes}.items():
+        without_schema = {"label": label, "kinds": kinds, "classes": classes}
+        for keyword, value in without_schema.items():
             if value is not None:
                 faults.append(
                     f"{keyword} is for a data frame without a schema: leave one of them out."

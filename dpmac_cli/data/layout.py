@@ -71,13 +71,17 @@ def by_column(x: Any) -> Any:
     return channels_first(x).reshape(len(x), columns, -1)
 
 
-def column_ranges(x: Any, low: NDArray[Any], high: NDArray[Any]) -> NDArray[np.float64]:
+def column_ranges(
+    x: Any,
+    low: NDArray[Any],
+    high: NDArray[Any],
+) -> NDArray[np.float64]:
     """Return the range that each column or channel is clipped to, shape (2, columns).
 
     Args:
         x: numbers, as for :func:`by_column`.
         low: lowest value of all columns, shape (), or of each, shape (columns,).
-        high: highest value, likewise.
+        high: highest value of all columns, shape (), or of each, shape (columns,).
     """
     columns = by_column(x[:1]).shape[1]
     lows = np.broadcast_to(low, columns)

@@ -1,6 +1,10 @@
 """Published datasets: read from torchvision's files, or from an installed package.
 
-The records are public, so their sizes and, where the registry has it, their SHA-256 are verified.
+The records are public, so their sizes and, where the registry has it, their SHA-256 are verified:
+published constants and sizes, on which privacy costs rely, are true of these records alone.
+
+Pickled files are read by torchvision only after it has compared their MD5. Failures are explained
+with the folder and the files that are missing.
 """
 
 import hashlib
@@ -35,7 +39,11 @@ def read_published(name: str, data_dir: Path) -> list[Split]:
     return splits
 
 
-def _check(name: str, splits: Sequence[Split], data_dir: Path) -> None:
+def _check(
+    name: str,
+    splits: Sequence[Split],
+    data_dir: Path,
+) -> None:
     """Reject files that differ from the published dataset.
 
     Args:
@@ -87,8 +95,11 @@ def _digits() -> list[Split]:
     test_size = DATASETS["digits"].test_size
     # RandomState's streams are frozen by numpy, so this split never changes.
     order = np.random.RandomState(0).permutation(len(bunch.target))
-    records = Split(bunch.images.astype(np.uint8)[:, None], bunch.target)
-    return [records.at(order[test_size:]), records.at(order[:test_size])]
+    images = bunch.images.astype(np.uint8)[:, None]
+    records = Split(images, bunch.target)
+    train = records.at(order[test_size:])
+    test = records.at(order[:test_size])
+    return [train, test]
 
 
 def _from_torchvision(name: str, data_dir: Path) -> list[Split]:
@@ -115,7 +126,12 @@ def _from_torchvision(name: str, data_dir: Path) -> list[Split]:
         ) from failure
 
 
-def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
+def _part(
+    name: str,
+    data_dir: Path,
+    which: str,
+    download: bool,
+) -> Split:
     """Load one split. torchvision checks the MD5 of pickled files before reading them.
 
     Args:
@@ -140,7 +156,11 @@ def _missing(files: Sequence[Path]) -> list[str]:
     return [file.name for file in files if not file.exists()]
 
 
-def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
+def _what_failed(
+    files: Sequence[Path],
+    tried: bool,
+    failure: Exception,
+) -> str:
     """Return the cause of a failure and its remedy, without torchvision's terms.
 
     Args:

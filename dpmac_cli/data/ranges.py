@@ -1,6 +1,11 @@
 """Remarks on declared ranges and categories that do not fit the records, or were taken from them.
 
-They depend on private records, so they are private notes.
+Ranges are declared without a look at the records. A wrong one costs accuracy silently: values
+outside it become its ends. A right one that was measured on the records is a leak that no epsilon
+covers. Both can be seen only in the records, so remarks are private notes for the person who holds
+them, and never part of what is published.
+
+Ranges that are found within epsilon are not declared, so there is nothing to remark on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,11 +75,15 @@ def _of_each(
 ) -> Iterator[str]:
     """Yield remarks on the ranges of columns.
 
+    A column is named in one remark on values outside its range: in the first if they are nearly
+    all, in the second if they are more than a few. Its range is taken from the records, it seems,
+    if both ends are values and each is there once.
+
     Args:
         names: name of each column.
         columns: their values, shape (columns, records, ...).
         low: lowest value of all columns, or of each.
-        high: highest value, likewise.
+        high: highest value of all columns, or of each.
         dates: ranges of columns of dates by name, as they are declared.
     """
     if low.size == high.size == 1:  # one range for all

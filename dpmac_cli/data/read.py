@@ -46,7 +46,8 @@ def read(
     train, test = read_published(name, data_folder(settings.data_dir))
     if settings.canaries is None:
         return Dataset(train, test, facts)
-    crafted = crafted_records(facts.records, facts.task, settings.canaries, train, settings.seed)
+    count, seed = settings.canaries, settings.seed
+    crafted = crafted_records(facts.records, facts.task, count, train, seed)
     return Dataset(crafted.added_to(train), test, facts, crafted=crafted)
 
 

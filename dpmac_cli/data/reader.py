@@ -99,7 +99,10 @@ Reads = Callable[[Declaration], Reading]
 READERS: dict[str, tuple[Callable[[Declaration], bool], Reads]] = {}
 
 
-def register_reader(name: str, fits: Callable[[Declaration], bool]) -> Callable[[Reads], Reads]:
+def register_reader(
+    name: str,
+    fits: Callable[[Declaration], bool],
+) -> Callable[[Reads], Reads]:
     """Register a function that reads a kind of records.
 
     A reader must read each record by itself, so that no record changes how another one is read, and

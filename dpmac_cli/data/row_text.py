@@ -5,7 +5,6 @@ delimiter, or the same table as Parquet or as a data frame must not change the s
 is tested on in one run would be trained on in the next.
 """
 
-import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -14,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from dpmac_cli.data.held_out import BYTES, copy_keys
+from dpmac_cli.data.held_out import copy_keys, hash_of
 from dpmac_cli.data.table_cells import ISO, decoded_cells, is_one_of, text_cells
 from dpmac_cli.data.values import MISSING
 
@@ -46,10 +45,7 @@ def _hashes(texts: Sequence[pa.Array]) -> list[bytes]:
         texts: columns of texts, shape (rows,) each.
     """
     rows = compute.binary_join_element_wise(*texts, BETWEEN).cast(pa.binary())
-    hashes = []
-    for row in rows.to_pylist():
-        hashes.append(hashlib.blake2b(row, digest_size=BYTES).digest())
-    return hashes
+    return [hash_of(row) for row in rows.to_pylist()]
 
 
 def plain_texts(cells: pa.Array) -> pa.Array:
@@ -69,7 +65,8 @@ def plain_texts(cells: pa.Array) -> pa.Array:
         ['1', '1', 'true', '']
     """
     text = _texts(cells).fill_null("")
-    text = compute.if_else(pa.array(is_one_of(text, MISSING)), "", text)
+    is_missing = pa.array(is_one_of(text, MISSING))
+    text = compute.if_else(is_missing, "", text)
     whole = compute.match_substring_regex(text, WHOLE)
     digits = compute.replace_substring_regex(text, WHOLE, r"\1\2")
     digits = compute.if_else(compute.equal(digits, "-0"), "0", digits)
@@ -77,7 +74,8 @@ def plain_texts(cells: pa.Array) -> pa.Array:
     floats = compute.if_else(number, text, None).cast(pa.float64())
     numeric = compute.or_(whole, number)
     others = _other_texts(compute.if_else(numeric, "", text))
-    return compute.if_else(whole, digits, compute.if_else(number, text_cells(floats), others))
+    texts = compute.if_else(number, text_cells(floats), others)
+    return compute.if_else(whole, digits, texts)
 
 
 def _texts(cells: pa.Array) -> pa.Array:

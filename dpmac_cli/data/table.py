@@ -1,7 +1,16 @@
 """Read tables in CSV or Parquet files, or data frames, according to their schema.
 
-The columns of a table are compared with its schema first. Then each cell is read by itself, as its
-column declares.
+The columns of a table are compared with its schema first: every column must be declared, to use or
+to drop it. Then each cell is read by itself, as its column declares, in these steps:
+
+1. The file is opened and its cells become columns of pyarrow, text for a CSV
+   (:class:`OpenedTable`).
+2. Cells become numbers (``table_cells.py``), and numbers become inputs and targets
+   (``table_inputs.py``).
+3. Records that cannot be used are an error, or with ``skip_bad`` left out.
+
+Nothing is guessed from the records: neither types, nor decimal signs, nor categories. Damaged files
+are reported without the message of their parser, which may quote cells.
 """
 
 from collections import Counter
@@ -136,7 +145,11 @@ class OpenedTable:
                     rows.add(f"a line break in {name}", np.asarray(breaks.fill_null(False)))
         return rows
 
-    def _table(self, names: tuple[str, ...], skip_bad: bool) -> tuple[pa.Table, dict[int, str]]:
+    def _table(
+        self,
+        names: tuple[str, ...],
+        skip_bad: bool,
+    ) -> tuple[pa.Table, dict[int, str]]:
         """Return a table with some columns, and why records cannot be read, by their numbers."""
         if self._frame is not None:
             return self._frame, {}
@@ -184,7 +197,8 @@ def _read_labelled(declared: Declaration) -> Reading:
         "add {skip_bad} to leave these records out.",
     )
     arrays: ArrayDict = {"low": low, "high": high, **_declared_of(label)}
-    for side, is_in in _sides(schema, rows, good, left_out.reasons, table.path).items():
+    sides = _sides(schema, rows, good, left_out.reasons, table.path)
+    for side, is_in in sides.items():
         chosen = slice(None) if is_in.all() else is_in
         for name, values in of_records.items():
             arrays[f"{name}{side}"] = values[chosen]
@@ -196,7 +210,11 @@ def _read_labelled(declared: Declaration) -> Reading:
     )
 
 
-def _used(schema: TableSchema, unit: str | None, table: OpenedTable) -> tuple[str, ...]:
+def _used(
+    schema: TableSchema,
+    unit: str | None,
+    table: OpenedTable,
+) -> tuple[str, ...]:
     """Return the columns that are read as the schema declares them, and that of the unit.
 
     Args:
@@ -219,7 +237,11 @@ def _used(schema: TableSchema, unit: str | None, table: OpenedTable) -> tuple[st
 
 
 def _sides(
-    schema: TableSchema, rows: TableRows, good: BoolArray, reasons: Sequence[str], path: Path
+    schema: TableSchema,
+    rows: TableRows,
+    good: BoolArray,
+    reasons: Sequence[str],
+    path: Path,
 ) -> dict[str, BoolArray]:
     """Return which records are trained on and, if the schema says so, tested on.
 
@@ -261,7 +283,11 @@ def _without_schema(declared: Declaration) -> InputError:
     )
 
 
-def _units(name: str, rows: TableRows, missing_words: Sequence[str]) -> NDArray[np.str_]:
+def _units(
+    name: str,
+    rows: TableRows,
+    missing_words: Sequence[str],
+) -> NDArray[np.str_]:
     """Return the unit of each record, shape (records,).
 
     Args:
@@ -330,12 +356,16 @@ def read_inputs(declared: Declaration) -> Reading:
     )
     arrays: ArrayDict = {"x": x[good], "name": np.flatnonzero(good).tolist()}
     if named_by is not None:
-        cells = rows.cells[named_by].filter(pa.array(good)).cast(pa.string())
-        arrays["id"] = [text or "" for text in decoded_cells(cells)]
+        cells = rows.cells[named_by].filter(pa.array(good))
+        texts = decoded_cells(cells.cast(pa.string()))
+        arrays["id"] = [text or "" for text in texts]
     return Reading(arrays, left_out, numbers=records_in(schema.columns, declared.texts))
 
 
-def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
+def _absent(
+    wanted: Iterable[str],
+    names: Container[str],
+) -> list[str]:
     """Return faults of columns that a schema declares and a table does not have."""
     faults = []
     for name in wanted:
@@ -449,7 +479,9 @@ def _column_of(column: Any, is_unit: bool) -> Any:
         for value, is_missing in zip(column, missing, strict=True):
             texts.append(None if is_missing else write(value))
         return pa.array(texts, pa.string())
-    return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
+    if hasattr(column, "to_arrow"):
+        return column.to_arrow()
+    return pa.Array.from_pandas(column)
 
 
 def _damaged(path: Path | str, failure: Exception) -> InputError:
@@ -474,11 +506,14 @@ def _unreadable(path: Path, failure: Exception) -> InputError:
     """
     if isinstance(failure, InputError):
         return failure
-    why = str(failure).strip().partition("\n")[0].rstrip(".") or type(failure).__name__
+    first, _, _ = str(failure).strip().partition("\n")
+    why = first.rstrip(".") or type(failure).__name__
     return InputError(f"{path} cannot be read as a table: {why}.")
 
 
 def _as_read(cells: pa.Array) -> pa.Array:
     """Return a column without a dictionary, and floats in a type that pyarrow computes with."""
     cells = plain_cells(cells)
-    return cells.cast(pa.float32()) if pa.types.is_float16(cells.type) else cells
+    if pa.types.is_float16(cells.type):
+        return cells.cast(pa.float32())
+    return cells

@@ -29,7 +29,10 @@ DAY = 86_400
 BETWEEN = "\x1f"
 
 
-def values_in(cells: pa.Array, column: Column | Label) -> tuple[CellNumbers, BoolArray]:
+def values_in(
+    cells: pa.Array,
+    column: Column | Label,
+) -> tuple[CellNumbers, BoolArray]:
     """Return a number per cell, NaN where it is none as declared, and where there is no value.
 
     Numbers are themselves, dates are days since 1970-01-01, booleans are 0 and 1, and categories
@@ -52,7 +55,8 @@ def values_in(cells: pa.Array, column: Column | Label) -> tuple[CellNumbers, Boo
     values = read(cells, column)
     usual_words = [word for word in MISSING if word not in column.values]
     words = [*usual_words, *column.missing_words]
-    missing = np.asarray(cells.is_null()) | is_one_of(text_cells(cells), words)
+    is_empty = np.asarray(cells.is_null())
+    missing = is_empty | is_one_of(text_cells(cells), words)
     if column.missing_words and column.type in ("number", "date"):  # 999 stands for 999.0, too
         missing_values = read(pa.array(column.missing_words, pa.string()), column)
         missing |= np.isin(values, missing_values) & ~np.isnan(values)
@@ -74,11 +78,19 @@ def hashed_in(cells: pa.Array, column: Column) -> CellNumbers:
     text = text_cells(cells)
     missing = is_one_of(text, [*MISSING, *column.missing_words])
     known = compute.if_else(pa.array(missing), "", text.fill_null(""))
-    different = known.dictionary_encode()
-    places = []
-    for value in decoded_cells(different.dictionary):
-        places.append(_hashed(f"{column.name}{BETWEEN}{value}"))
-    return _floats(pa.array(places, pa.float64()).take(different.indices))
+    return _each_once(known, lambda value: _hashed(f"{column.name}{BETWEEN}{value}"))
+
+
+def _each_once(text: pa.Array, number: Callable[[str], float]) -> CellNumbers:
+    """Return a number per cell, which is computed once for all equal cells.
+
+    Args:
+        text: cells as text, shape (records,).
+        number: returns the number of a cell; of an empty one for null.
+    """
+    different = text.dictionary_encode()
+    numbers = [number(cell or "") for cell in decoded_cells(different.dictionary)]
+    return _floats(pa.array(numbers, pa.float64()).take(different.indices))
 
 
 def _hashed(value: str) -> int:
@@ -131,24 +143,21 @@ def _dates_in(cells: pa.Array, column: Column | Label) -> CellNumbers:
     """Return days since 1970-01-01; the time is as written, so a time zone is not converted."""
     assert isinstance(column, Column)  # noqa: S101
     written = None if pa.types.is_temporal(cells.type) else column.format
-    different = compute.dictionary_encode(text_cells(cells))
-    days = [_days(cell, written) for cell in decoded_cells(different.dictionary)]
-    return _floats(pa.array(days, pa.float64()).take(different.indices))
+    return _each_once(text_cells(cells), lambda cell: _days(cell, written))
 
 
-def _days(cell: str | None, written: str | None) -> float:
+def _days(cell: str, written: str | None) -> float:
     """Return days since 1970-01-01; NaN for a cell that is no date as written.
 
     Args:
         cell: text of a cell.
         written: format of ``strptime``; None for ISO 8601.
     """
-    text = cell or ""
     try:
         if written is not None:
-            moment = datetime.strptime(text, written)
-        elif ISO.fullmatch(text):
-            moment = datetime.fromisoformat(text)
+            moment = datetime.strptime(cell, written)
+        elif ISO.fullmatch(cell):
+            moment = datetime.fromisoformat(cell)
         else:
             return np.nan
     except ValueError:
@@ -245,8 +254,9 @@ def text_cells(cells: pa.Array) -> pa.Array:
         is_whole = compute.equal(compute.floor(cells), cells)
         is_small = compute.less(compute.abs(cells), 2.0**53)
         is_exact = compute.and_(is_whole, is_small)
-        integers = compute.if_else(is_exact, cells, None).cast(pa.int64()).cast(pa.string())
-        text = compute.if_else(is_exact.fill_null(False), integers, text)
+        integers = compute.if_else(is_exact, cells, None).cast(pa.int64())
+        is_integer = is_exact.fill_null(False)
+        text = compute.if_else(is_integer, integers.cast(pa.string()), text)
     elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
         text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
     return compute.ascii_trim_whitespace(text)

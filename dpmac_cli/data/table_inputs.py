@@ -1,4 +1,18 @@
-"""Columns of a table as inputs of a network and as targets, and which records cannot be used."""
+"""Columns of a table as inputs of a network and as targets, and which records cannot be used.
+
+A column becomes one or several inputs, each with a public range:
+
+- number: itself, in its declared range; without one, in the largest range, until the run has found
+  a range within epsilon.
+- date: years until the last day of its range; without one, days since 1970-01-01.
+- category: one input per declared value, 0 or 1, and one for all other values; without declared
+  values, one input, the place of a public hash.
+- boolean: one input, 0 or 1.
+- text: numbers of its tokens, and how it is written.
+
+``missing: input`` adds an input that is 1 where there is no value. The value itself is then the
+middle of the range, which says nothing about the other records.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -64,7 +78,12 @@ class TableRows:
         remarks: private notes on cells that count as missing.
     """
 
-    def __init__(self, cells: Cells, broken: dict[int, str], texts: bool) -> None:
+    def __init__(
+        self,
+        cells: Cells,
+        broken: dict[int, str],
+        texts: bool,
+    ) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
         self.bad: dict[str, BoolArray] = {}
         self.remarks = list[str]()
@@ -73,7 +92,12 @@ class TableRows:
     def __len__(self) -> int:
         return max(map(len, self.cells.values()), default=0)
 
-    def add(self, reason: str, records: BoolArray, column: Column | Label | None = None) -> None:
+    def add(
+        self,
+        reason: str,
+        records: BoolArray,
+        column: Column | Label | None = None,
+    ) -> None:
         """Add a reason why records cannot be used.
 
         Args:
@@ -93,7 +117,8 @@ class TableRows:
             records: which records, shape (records,).
             column: the column.
         """
-        bad = text_cells(self.cells[column.name].filter(pa.array(records)))
+        cells = self.cells[column.name].filter(pa.array(records))
+        bad = text_cells(cells)
         different = dict.fromkeys(cell or "" for cell in decoded_cells(bad))
         quoted = []
         for cell in islice(different, NAMED):
@@ -112,7 +137,11 @@ class TableRows:
                 faults.append(f"Record {int(readable.argmax()) + 1}{verb} {reason}")
         return faults
 
-    def used(self, skip_bad: bool, remedy: str) -> tuple[BoolArray, LeftOut]:
+    def used(
+        self,
+        skip_bad: bool,
+        remedy: str,
+    ) -> tuple[BoolArray, LeftOut]:
         """Return which records can be used, and a description of the others.
 
         Args:
@@ -134,7 +163,10 @@ class TableRows:
         return ~bad, LeftOut(tuple(names), tuple(self.faults()))
 
 
-def records_in(columns: Sequence[Column], texts: TextReader | None) -> Callable[..., Numbers]:
+def records_in(
+    columns: Sequence[Column],
+    texts: TextReader | None,
+) -> Callable[..., Numbers]:
     """Return what records of some columns are, given their shape and their ends.
 
     Args:
@@ -205,7 +237,11 @@ def inputs_in(
     return inputs, ends[0], ends[1]
 
 
-def _check_texts(columns: Sequence[Column], rows: TableRows, reader: TextReader | None) -> None:
+def _check_texts(
+    columns: Sequence[Column],
+    rows: TableRows,
+    reader: TextReader | None,
+) -> None:
     """Raise InputError for texts without a reader, and for numbers that are declared as text."""
     texts = [column.name for column in columns if column.type == "text"]
     if reader is None:
@@ -256,8 +292,9 @@ def _block(
         is_category = values[:, None] == np.arange(len(column.categories))
         is_other = np.isnan(values) & ~missing
         block = np.column_stack([is_category, is_other])
+        low, high = FLAG
         width = block.shape[1]
-        return block, ([FLAG[0]] * width, [FLAG[1]] * width), missing
+        return block, ([low] * width, [high] * width), missing
     if column.open:
         return _block_without_range(column, rows)
     values, missing = _values(column, rows)
@@ -289,7 +326,10 @@ def _block_of_texts(
     return as_inputs(texts, reader, limit), reader.ranges(limit), missing
 
 
-def _block_without_range(column: Column, rows: TableRows) -> tuple[NDArray[Any], Ranges, BoolArray]:
+def _block_without_range(
+    column: Column,
+    rows: TableRows,
+) -> tuple[NDArray[Any], Ranges, BoolArray]:
     """Return :func:`_block` of a number, date or truth value of which nothing else is declared.
 
     A cell that cannot be read is missing, and counts in a remark.
@@ -314,7 +354,10 @@ def _block_without_range(column: Column, rows: TableRows) -> tuple[NDArray[Any],
     return block, ([ends[0]], [ends[1]]), unknown
 
 
-def _values(column: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray]:
+def _values(
+    column: Column | Label,
+    rows: TableRows,
+) -> tuple[CellNumbers, BoolArray]:
     """Return :func:`values_in`, and add where cells cannot be read to ``rows``.
 
     Args:
@@ -347,4 +390,5 @@ def targets_of(label: Label, rows: TableRows) -> NDArray[Any]:
     rows.add(f"no value in {label.name}", missing)
     if label.type == "category":
         return np.where(np.isnan(values), NO_LABEL, values).astype(np.int64)
-    return np.where(np.isnan(values), sum(label.ends) / 2, values)
+    middle = sum(label.ends) / 2
+    return np.where(np.isnan(values), middle, values)

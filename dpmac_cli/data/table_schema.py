@@ -159,7 +159,11 @@ class TableSchema(Written):
 class _Once(TextLoader):
     """YAML loader that reads all values as text and rejects duplicate keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,
+    ) -> dict[Hashable, Any]:
         """Return the values of a mapping. Raises ValueError for duplicate keys."""
         counts = Counter(str(key.value) for key, _ in node.value)
         seen = set[str]()
@@ -215,7 +219,11 @@ def _check_filled_in(text: str) -> None:
 PARTS: Mapping[str, type[Declared]] = {"columns": Column, "label": Label, "test": TestSet}
 
 
-def schema_of(contents: Any, origin: str, root: yaml.Node | None = None) -> TableSchema:
+def schema_of(
+    contents: Any,
+    origin: str,
+    root: yaml.Node | None = None,
+) -> TableSchema:
     """Validate the contents of a schema file.
 
     Args:
@@ -244,7 +252,10 @@ def schema_of(contents: Any, origin: str, root: yaml.Node | None = None) -> Tabl
         raise InputError(faults) from failure
 
 
-def _line_of(where: Sequence[str | int], root: yaml.Node | None) -> str:
+def _line_of(
+    where: Sequence[str | int],
+    root: yaml.Node | None,
+) -> str:
     """Return the line of a part of a schema, such as ", line 3"; "" if it is not from a file.
 
     Of a part that is missing, it is that of the part around it.

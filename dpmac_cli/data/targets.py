@@ -109,7 +109,12 @@ def without_targets(arrays: Arrays) -> dict[str, Any]:
     return result
 
 
-def targets_in(y: NDArray[Any], arrays: Arrays, *, numbers: bool) -> NDArray[Any]:
+def targets_in(
+    y: NDArray[Any],
+    arrays: Arrays,
+    *,
+    numbers: bool,
+) -> NDArray[Any]:
     """Return targets; unchanged if they are neither labels nor numbers.
 
     Args:
@@ -153,7 +158,12 @@ def _label_of(value: Any, places: Mapping[str, int]) -> int:
     return NO_LABEL
 
 
-def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str]:
+def faults_of_array(
+    arrays: Arrays,
+    side: str,
+    *,
+    numbers: bool,
+) -> Iterator[str]:
     """Yield faults of the type, shape and values of the targets of one side.
 
     Args:
@@ -175,7 +185,11 @@ def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str
         yield from _faults_of_labels(y, name, len(arrays.get(CLASSES, ())))
 
 
-def _faults_of_labels(y: NDArray[Any], name: str, classes: int) -> Iterator[str]:
+def _faults_of_labels(
+    y: NDArray[Any],
+    name: str,
+    classes: int,
+) -> Iterator[str]:
     """Yield faults of labels.
 
     Args:
@@ -184,7 +198,8 @@ def _faults_of_labels(y: NDArray[Any], name: str, classes: int) -> Iterator[str]
         classes: number of declared classes; 0 if none are declared.
     """
     if y.dtype.kind in "OU":
-        names = sorted(set(map(str, y.ravel().tolist())))
+        different = set(map(str, y.ravel().tolist()))
+        names = sorted(different)
         shown = names if len(names) <= NAMED else [*names[:NAMED], "..."]
         yield f"{name} contains names. Declare them as class names: {{classes=}}{','.join(shown)}"
     elif y.ndim != 1 or y.dtype.kind not in "iu":

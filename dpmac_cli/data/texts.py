@@ -1,6 +1,8 @@
 """Texts as inputs: numbers of tokens, which a public network turns into a vector, and their style.
 
-Behind the numbers of tokens are those on how a text is written. No message contains a text.
+Behind the numbers of tokens are those on how a text is written, such as its length. Both depend on
+that text and on a public tokenizer alone. Numbers of tokens are exact in float32, so texts pass
+through the same arrays as other numbers. No message contains a text.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +46,10 @@ def as_inputs(
     return np.column_stack([tokens, written])
 
 
-def texts_at(reader: TextReader, places: Sequence[tuple[int, int]]) -> Callable[..., Numbers]:
+def texts_at(
+    reader: TextReader,
+    places: Sequence[tuple[int, int]],
+) -> Callable[..., Numbers]:
     """Return what makes records of numbers with texts.
 
     Args:
@@ -98,7 +103,11 @@ def read_arrays(
     return texts_at(reader, [(0, reader.limit)])
 
 
-def _inputs_of_array(x: Any, reader: TextReader, name: str) -> NDArray[np.float64]:
+def _inputs_of_array(
+    x: Any,
+    reader: TextReader,
+    name: str,
+) -> NDArray[np.float64]:
     """Return the inputs of an array of texts, shape (records, limit + WRITTEN).
 
     Args:

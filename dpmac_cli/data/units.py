@@ -47,9 +47,15 @@ class Units:
 
     def sha256(self) -> str:
         """Return a checksum of the assignment of records to units."""
-        return hashlib.sha256(self.order.tobytes() + self.starts.tobytes()).hexdigest()
+        contents = self.order.tobytes() + self.starts.tobytes()
+        return hashlib.sha256(contents).hexdigest()
 
-    def records(self, units: Numbers, words: NDArray[np.uint64], count: int) -> Numbers:
+    def records(
+        self,
+        units: Numbers,
+        words: NDArray[np.uint64],
+        count: int,
+    ) -> Numbers:
         """Return K = ``count`` records of each unit, shape (units, K).
 
         They are consecutive in the unit's order, cyclically, from a random start. Every record of
@@ -129,5 +135,6 @@ def unit_name(value: Any) -> str:
     name = (text_of(value) or "").strip()
     printed = _PRINTED.fullmatch(name)
     if printed:
-        return str(int(printed[1])) if is_exact(float(printed[1])) else NOT_TEXT
+        digits = printed[1]
+        return str(int(digits)) if is_exact(float(digits)) else NOT_TEXT
     return "" if name in MISSING or _NOBODY.fullmatch(name) else name
