@@ -146,6 +146,7 @@ def _facts_of(
         inferred=(
             *(n for n, size in sizes.items() if reading.converted and size is None),
             *(() if declared.in_memory is None else declared.in_memory.inferred),
+            *(() if declared.schema is None else declared.schema.inferred),
         ),
     )
 

@@ -183,7 +183,12 @@ def read_inputs(declared: Declaration) -> Reading:
     if named_by is not None:
         cells = rows.cells[named_by].filter(pa.array(good)).cast(pa.string())
         arrays["id"] = [text or "" for text in decoded_cells(cells)]
-    return Reading(arrays, left_out, numbers=records_in(columns, declared.texts))
+    return Reading(
+        arrays,
+        left_out,
+        numbers=records_in(columns, declared.texts),
+        remarks=tuple(rows.remarks),
+    )
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:

@@ -112,7 +112,8 @@ def records_in(columns: Sequence[Column], texts: TextReader | None) -> Callable[
                 for column in columns
                 if column.open
             ],
-            " Beside texts, declare its range or its categories.",
+            " Beside texts, declare its range, such as {range: [0, 100]}, or its categories, such "
+            "as {categories: [A, B]}, or list it under drop in the schema.",
         )
         return texts_at(texts, places)
     parts = chain.from_iterable(column.parts for column in columns)
