@@ -362,6 +362,8 @@ def _copies(number: int, what: str, dataset: str) -> str:
 
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
+    if found.schema is not None and found.schema.from_records:
+        return "check each line of the schema, and remove its line from_records."
     if found.inferred == ("classes",) and found.schema is not None:
         return "add classes=."
     if found.schema is not None:

@@ -158,6 +158,8 @@ def _facts_of(
         inferred.append("image size")
     if declared.in_memory is not None:
         inferred += declared.in_memory.inferred
+    if declared.schema is not None:
+        inferred += declared.schema.inferred
     return DataFacts(
         **vars(known),
         name=declared.path.resolve().stem.strip("<>"),

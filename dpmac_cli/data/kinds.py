@@ -24,6 +24,7 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
+from dpmac_cli.data.table_schema import is_named_as_id, quoted
 from dpmac_cli.data.values import MISSING
 from dpmac_cli.errors import InputError
 
@@ -38,7 +39,14 @@ WARNING = """\
 # Kinds of the columns of {file}, read from its records: facts of these records, which epsilon does
 # not cover. Check each line, and correct what the column does not mean. A number that names
 # something, such as a postcode, is a category. A column that should not be used goes under drop.
+# Then remove the line from_records: as long as it is there, the report says that nobody checked.
 """
+#: Line of a draft on columns that name records.
+IDENTIFIERS = """\
+# {columns}: names of records, as it seems, which say nothing about new ones. Move them to drop.
+"""
+#: Fewest records with a value, all different, that make a column one of names.
+FEWEST_NAMES = 20
 
 
 def kinds_of(table: pa.Table) -> dict[str, str]:
@@ -86,6 +94,32 @@ def _are_truth_values(words: set[str | None]) -> bool:
     """Return whether words, in lower case, are one for true and one for false."""
     true, false = words & {*TRUE}, words & {*FALSE}
     return len(words) == 2 and len(true) == len(false) == 1
+
+
+def names_records(name: str, kind: str, cells: pa.Array) -> bool:
+    """Return whether a column seems to name records instead of saying something about them.
+
+    That is so if its name ends in id, or if each record has a value of its own and the values are
+    words, or whole numbers without a gap.
+
+    Args:
+        name: name of the column.
+        kind: its kind, as a schema names it.
+        cells: its cells, shape (records,).
+    """
+    if is_named_as_id(name):
+        return True
+    cells = plain_cells(cells)
+    text = text_cells(cells)
+    known = text.filter(pa.array(~is_one_of(text, MISSING))).drop_null()
+    different = len(known.unique())
+    if different < max(FEWEST_NAMES, len(known)):
+        return False
+    if kind == "number":
+        numbers, _ = values_in(cells, Column.model_validate({"name": name, "type": kind}))
+        numbers = numbers[~np.isnan(numbers)]
+        return len(numbers) == different == np.ptp(numbers) + 1
+    return kind == "category"
 
 
 def cells_of(path: Path, encoding: str = UTF8) -> pa.Table:
@@ -174,17 +208,23 @@ def schema_of_kinds(
 
 
 def draft_of_kinds(
-    file: Path, schema: Mapping[str, Any], escaped: bool = False, encoding: str = UTF8
+    file: Path,
+    table: pa.Table,
+    schema: Mapping[str, Any],
+    escaped: bool = False,
+    encoding: str = UTF8,
 ) -> str:
     """Return the contents of a schema as YAML, with a warning.
 
     Args:
         file: the table.
+        table: all cells.
         schema: see :func:`schema_of_kinds`.
         escaped: whether to write letters beyond ASCII as escapes.
         encoding: encoding of a CSV.
     """
-    contents = dict(schema) if encoding == UTF8 else {"encoding": encoding, **schema}
+    written = {} if encoding == UTF8 else {"encoding": encoding}
+    contents = {"from_records": True, **written, **schema}
     text: str = yaml.safe_dump(
         contents,
         sort_keys=False,
@@ -192,4 +232,9 @@ def draft_of_kinds(
         width=10**6,
         allow_unicode=not escaped,
     )
-    return WARNING.format(file=file.name) + text
+    names = []
+    for name, column in schema["columns"].items():
+        if names_records(name, column["type"], table[name].combine_chunks()):
+            names.append(quoted(name, escaped))
+    identifiers = IDENTIFIERS.format(columns=", ".join(names)) if names else ""
+    return WARNING.format(file=file.name) + identifiers + text

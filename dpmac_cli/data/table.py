@@ -359,7 +359,12 @@ def read_inputs(declared: Declaration) -> Reading:
         cells = rows.cells[named_by].filter(pa.array(good))
         texts = decoded_cells(cells.cast(pa.string()))
         arrays["id"] = [text or "" for text in texts]
-    return Reading(arrays, left_out, numbers=records_in(schema.columns, declared.texts))
+    return Reading(
+        arrays,
+        left_out,
+        numbers=records_in(schema.columns, declared.texts),
+        remarks=tuple(rows.remarks),
+    )
 
 
 def _absent(

@@ -181,7 +181,8 @@ def records_in(
         without_values = [column.name for column in columns if column.open]
         refuse(
             [f"The column {name} is declared by its type alone" for name in without_values],
-            " Beside texts, declare its range or its categories.",
+            " Beside texts, declare its range, such as {range: [0, 100]}, or its categories, such "
+            "as {categories: [A, B]}, or list it under drop in the schema.",
         )
         return texts_at(texts, places)
     parts = chain.from_iterable(column.parts for column in columns)

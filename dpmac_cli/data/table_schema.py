@@ -4,6 +4,7 @@ A schema is public and is written before looking at the records, so no record ca
 another one is read. Imports neither numpy nor torch.
 """
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from dpmac_cli.libraries import jinja2
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
+#: Names of columns that name records, such as id, patient_id and PatientID.
+ID = re.compile(r"(.*[\W_])?(id|Id|ID)|.*[a-z](Id|ID)")
 
 
 class TestSet(Declared):
@@ -85,6 +88,8 @@ class TableSchema(Written):
             comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
         missing_words: words for a missing value in all columns that do not list them as values.
+        from_records: whether kinds and classes were read from the records, as in a draft that
+            nobody has checked. Report and card then name them as facts of the records.
         label: the column to predict. None for a language model.
         columns: the inputs of the network.
         drop: columns that are not used.
@@ -94,6 +99,7 @@ class TableSchema(Written):
     encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
+    from_records: bool = False
     label: Label | None = None
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
@@ -144,6 +150,14 @@ class TableSchema(Written):
         if self.label is not None and self.label.column == name:
             return self.label.missing_words
         return self.missing_words
+
+    @property
+    def inferred(self) -> tuple[str, ...]:
+        """Return the parts that were read from the records; () if all were declared."""
+        if not self.from_records:
+            return ()
+        has_classes = self.label is not None and bool(self.label.classes)
+        return ("kinds of columns", "classes") if has_classes else ("kinds of columns",)
 
     @property
     def declared(self) -> tuple[str, ...]:
@@ -298,15 +312,22 @@ def draft(
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
     template: jinja2.Template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
     names = {name: quoted(name, escaped) for name in kinds}
+    used = [name for name in kinds if name not in (label, *drop)]
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
         encoding=None if encoding == UTF8 else encoding,
         label=None if label is None else names[label],
         label_kind=None if label is None else kinds[label],
-        columns={names[n]: kind for n, kind in kinds.items() if n not in (label, *drop)},
+        columns={names[name]: kinds[name] for name in used},
         drop=[names[name] for name in drop],
+        identifiers=[names[name] for name in used if is_named_as_id(name)],
     )
+
+
+def is_named_as_id(name: str) -> bool:
+    """Return whether the name of a column ends in the word id."""
+    return ID.fullmatch(name) is not None
 
 
 def quoted(name: str, escaped: bool) -> str:

@@ -251,6 +251,7 @@ class Predictions:
         ids: values of a table's column ``id``, or of another that was named; None without one.
         skipped: records that are left out, and why.
         texts: how a language model continues each record; None for other models.
+        remarks: sentences on cells that count as missing, without an end; facts of the records.
     """
 
     outputs: NDArray[Any]
@@ -259,6 +260,7 @@ class Predictions:
     ids: Sequence[str] | None = None
     skipped: LeftOut = NONE_LEFT_OUT
     texts: Sequence[str] | None = None
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def answers(self) -> NDArray[np.float32]:
@@ -365,7 +367,7 @@ def predict(
     inputs = partial(_inputs, x, released.header.data.records, where)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
-    return Predictions(found, task, names, ids, reading.left_out, texts)
+    return Predictions(found, task, names, ids, reading.left_out, texts, reading.remarks)
 
 
 def _at(released: Released, threshold: str | float | None) -> Task:
