@@ -16,10 +16,10 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import THRESHOLD, Settings
-from dpmac_cli.data.layout import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
+from dpmac_cli.data.layout import channels_first, inputs_of
 from dpmac_cli.data.read import read, read_new
 from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
