@@ -23,7 +23,7 @@ from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.records import Numbers, Table
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data import arrays
+from dpmac_cli.data import arrays, held_out
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.crafted import crafted_records
 from dpmac_cli.data.dataset import Split
@@ -468,14 +468,14 @@ def each_record_is_used_ten_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_reader_repeats_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = arrays._sides
+    train_and_test = held_out.train_and_test
 
     def repeated(*args: Any) -> Any:
-        (train, *tests), (keys, *others) = sides(*args)
+        (train, *tests), (keys, *others) = train_and_test(*args)
         ten = np.repeat(np.arange(len(train.y)), 10)
         return [train.at(ten), *tests], [[keys[row] for row in ten], *others]
 
-    monkeypatch.setattr(arrays, "_sides", repeated)
+    monkeypatch.setattr(arrays, "train_and_test", repeated)
 
 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:

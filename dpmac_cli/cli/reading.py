@@ -203,7 +203,7 @@ def schema(
     chosen = {name: kind for kind, names in declared.items() for name in names}
     table = late.kinds.cells_of(file, encoding)
     found = late.kinds.schema_of_kinds(table, target, chosen, drop=drop)
-    console.print_result(late.kinds.draft_of_kinds(file, found, escaped, encoding))
+    console.print_result(late.kinds.draft_of_kinds(file, table, found, escaped, encoding))
 
 
 def _faults_of_columns(

@@ -236,6 +236,7 @@ def predict(
     found.write(out)
     if found.skipped.records:
         console.print_notes([found.skipped.note(str(data))])
+    console.print_private_notes(f"{data}: {remark}." for remark in found.remarks)
     if lost := found.unanswered:
         console.print_notes([f"{counted(lost, 'record')} without a prediction: the output is NaN"])
     if not quiet:

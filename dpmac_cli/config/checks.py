@@ -427,6 +427,8 @@ def _copies(number: int, noun: str, dataset: str) -> str:
 
 def _declaration(facts: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
+    if facts.schema is not None and facts.schema.from_records:
+        return "check each line of the schema, and remove its line from_records."
     if facts.inferred == ("classes",) and facts.schema is not None:
         return "add classes=."
     if facts.schema is not None:

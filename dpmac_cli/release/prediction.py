@@ -16,10 +16,10 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import THRESHOLD, Settings
-from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
+from dpmac_cli.data.layout import channels_first, inputs_of
 from dpmac_cli.data.read import read, read_new
 from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
@@ -224,6 +224,7 @@ class Predictions:
         ids: values of a table's column ``id``, or of another that was named; None without one.
         skipped: records that are left out, and why.
         texts: how a language model continues each record; None for other models.
+        remarks: sentences on cells that count as missing, without an end; facts of the records.
     """
 
     outputs: NDArray[Any]
@@ -232,6 +233,7 @@ class Predictions:
     ids: Sequence[str] | None = None
     skipped: LeftOut = NONE_LEFT_OUT
     texts: Sequence[str] | None = None
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def answers(self) -> NDArray[np.float32]:
@@ -310,7 +312,7 @@ def predict(
     inputs = partial(_inputs, x, released.header.data.records, released.device)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
-    return Predictions(found, task, names, ids, reading.left_out, texts)
+    return Predictions(found, task, names, ids, reading.left_out, texts, reading.remarks)
 
 
 def _at(released: Released, threshold: str | float | None) -> Task:
