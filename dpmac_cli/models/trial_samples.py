@@ -135,13 +135,13 @@ def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
     alike = {t.dtype for t in numbers} <= {dtype_of(model)}
     for own in (False, True) if alike else (True,):
         for kind in kinds:
-            yield replace(structure, numbers=kind, own=own)
+            yield replace(structure, numbers=kind, keep_dtype=own)
 
 
 def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
     """Return whether a network has finite losses for made-up samples, none of them rounded more."""
     network = copy.deepcopy(model)
-    network = network if structure.own else network.double()
+    network = network if structure.keep_dtype else network.double()
     rows, noticed = structure.made_up(TRIED, double=True), _InFloat32()  # type: ignore[no-untyped-call]
     losses = list[Tensor]()
     try:
@@ -155,7 +155,7 @@ def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) 
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
         return False
     finite = all(bool(loss.isfinite().all()) for loss in losses)
-    return finite and (structure.own or not noticed.found)
+    return finite and (structure.keep_dtype or not noticed.found)
 
 
 class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -122,7 +122,7 @@ def check_trial(
         ) from failure
     with explained(trial, model):
         with torch.no_grad():
-            probe = probe if trial.inputs.own else probe.double()
+            probe = probe if trial.inputs.keep_dtype else probe.double()
             with evaluating(probe):
                 _check_output(probe, trial, FEW, scored=True)
             prepared(probe, frozen)
@@ -187,7 +187,7 @@ def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
             raise
         raise ModelError(
             f"The model failed on samples of shape {trial.inputs}"
-            f"{'' if trial.inputs.own else ' in float64'}: "
+            f"{'' if trial.inputs.keep_dtype else ' in float64'}: "
             f"{what_failed(reason)} {_remedy(reason, trial, model)}"
         ) from failure
 
@@ -416,7 +416,7 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
     ModelError, which names the part that differs.
     """
-    x, own = trial.samples(FEW), trial.inputs.own
+    x, own = trial.samples(FEW), trial.inputs.keep_dtype
     whole = _values_by_part(model, x)
     for row in range(FEW):
         alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))

@@ -342,7 +342,7 @@ class PerSample:
         with forked(), torch.no_grad(), code_of_network(x):
             seed_all(0)
             probe = copy.deepcopy(self._model)
-            probe = probe if self.inputs.own else probe.double()
+            probe = probe if self.inputs.keep_dtype else probe.double()
             for p in probe.parameters():  # zeros would hide uses of other weights
                 p.add_(torch.randn_like(p), alpha=0.1)
             layers = find_layers(probe)
@@ -428,7 +428,10 @@ class PerSample:
         """
         wrong, found, expected = set[str](), list[Tensor](), list[Tensor]()
         found_weights, expected_weights = list[Tensor](), list[Tensor]()
-        step, tolerance = min(self.most, samples_in(x)), SINGLE if self.inputs.own else TOLERANCE
+        step, tolerance = (
+            min(self.most, samples_in(x)),
+            SINGLE if self.inputs.keep_dtype else TOLERANCE,
+        )
         with constant_draws():
             called = self._note_calls(probe, layers, x, y)
             idle = [la for la in filter(self._records, layers) if called.isdisjoint(la.called)]
