@@ -171,7 +171,7 @@ def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
     of_one_dtype = {t.dtype for t in numbers} <= {dtype_of(model)}
     for keep_dtype in (False, True) if of_one_dtype else (True,):
         for kind in kinds:
-            yield replace(structure, numbers=kind, own=keep_dtype)
+            yield replace(structure, numbers=kind, keep_dtype=keep_dtype)
 
 
 def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
@@ -181,7 +181,7 @@ def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) 
     computed in float32: trials would take its rounding for an effect of other samples.
     """
     network = copy.deepcopy(model)
-    network = network if structure.own else network.double()
+    network = network if structure.keep_dtype else network.double()
     rows = structure.made_up(TRIED, double=True)
     noticed = _InFloat32()  # type: ignore[no-untyped-call]
     losses = list[Tensor]()
@@ -196,7 +196,7 @@ def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) 
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
         return False
     finite = all(bool(loss.isfinite().all()) for loss in losses)
-    return finite and (structure.own or not noticed.computed)
+    return finite and (structure.keep_dtype or not noticed.computed)
 
 
 class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -148,7 +148,7 @@ def check_trial(
         ) from failure
     with explained(trial, model):
         with torch.no_grad():
-            probe = probe if trial.inputs.own else probe.double()
+            probe = probe if trial.inputs.keep_dtype else probe.double()
             with evaluating(probe):
                 _check_output(probe, trial, FEW, scored=True)
             prepared(probe, frozen)
@@ -195,7 +195,7 @@ def keep_constants(model: nn.Module, trial: Trial) -> None:
 def _constants_after(model: nn.Module, x: Batch, trial: Trial) -> dict[tuple[str, ...], Any]:
     """Return the numbers and texts that a copy of a network holds after a pass, by path."""
     network = copy.deepcopy(model)
-    network = network if trial.inputs.own else network.double()
+    network = network if trial.inputs.keep_dtype else network.double()
     with torch.no_grad(), same_draws():
         network(x)
     constants = dict[tuple[str, ...], Any]()
@@ -277,7 +277,7 @@ def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
             raise
         raise ModelError(
             f"The model failed on samples of shape {trial.inputs}"
-            f"{'' if trial.inputs.own else ' in float64'}: "
+            f"{'' if trial.inputs.keep_dtype else ' in float64'}: "
             f"{what_failed(reason)} {_remedy(reason, trial, model)}"
         ) from failure
 
@@ -564,7 +564,7 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     Raises:
         ModelError: names the first part whose values differ, if there is one.
     """
-    in_float32 = trial.inputs.own
+    in_float32 = trial.inputs.keep_dtype
     batch = trial.samples(FEW)
     values_of_batch = _values_by_part(model, batch)
     _, outputs_of_batch = values_of_batch[-1]

@@ -165,7 +165,7 @@ class ChunkedSum(ABC):
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs, and was not tried with them."""
         inputs = self.per_sample.inputs
-        for given in () if inputs.own else tensors_in(inputs.template):
+        for given in () if inputs.keep_dtype else tensors_in(inputs.template):
             if given.is_floating_point() and given.dtype != self.theta.dtype:
                 raise ModelError(
                     f"The parameters are {self.theta.dtype}, but the network's input is "
