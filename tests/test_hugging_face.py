@@ -322,7 +322,8 @@ def test_a_network_trains_on_the_loss_that_it_returns() -> None:
     import torch  # noqa: PLC0415
     from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415
 
-    from dpmac_cli import Poisson, PrivateStep, ball, clipped_grad  # noqa: PLC0415
+    from dpmac_cli import Poisson, PrivateStep, clipped_grad  # noqa: PLC0415
+    from dpmac_cli.dp.mechanism import ball  # noqa: PLC0415
 
     torch.manual_seed(0)
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
