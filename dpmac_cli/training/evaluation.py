@@ -188,7 +188,7 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
     """
     like = data.gain.new_empty(data.train.images.shape[1:])
     with evaluating(model):
-        return unaffected(model, like, size, own=True)
+        return unaffected(model, like, size, may_mix=True)
 
 
 def outputs_of(
