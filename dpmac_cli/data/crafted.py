@@ -29,7 +29,10 @@ OPEN = 1000.0
 class Candidates:
     """Crafted records before they are encoded: those with ``coins`` are added to the data.
 
-    ``x`` and ``y`` are as a reader returns them; K records.
+    Attributes:
+        x: inputs of K records, as a reader returns them, shape (K, ...).
+        y: their targets, as a reader returns them.
+        coins: whether each is in, shape (K,). Secret while the run is trained.
     """
 
     x: NDArray[Any]
@@ -37,18 +40,28 @@ class Candidates:
     coins: NDArray[np.bool_]
 
     def added_to(self, train: Split) -> Split:
-        """Return training records with those that are in, each a unit of its own."""
+        """Return training records with those that are in, each a unit of its own.
+
+        Args:
+            train: training records, of which none is changed.
+        """
         values = train.x.read() if isinstance(train.x, Rows) else train.x
         x = np.concatenate([values, self.x[self.coins].astype(values.dtype)])
         y = np.concatenate([train.y, self.y[self.coins].astype(train.y.dtype)])
         unit = train.unit
         if unit is not None:
-            names = [f"crafted {secrets.token_hex(8)}" for _ in range(self.coins.sum())]
+            count = int(self.coins.sum())
+            names = [f"crafted {secrets.token_hex(8)}" for _ in range(count)]
             unit = np.concatenate([unit.astype(np.str_), np.array(names, np.str_)])
         return Split(x, y, unit)
 
     def encoded(self, x: NDArray[Any], y: NDArray[Any]) -> Crafted:
-        """Return all of them as a network takes them, given their inputs and targets."""
+        """Return all of them as a network takes them.
+
+        Args:
+            x: their encoded inputs, shape (K, ...).
+            y: their encoded targets.
+        """
         return Crafted(Split(x, y), self.coins)
 
 
@@ -78,28 +91,37 @@ def crafted_records(
 def _numbers(records: Numbers, count: int, rng: np.random.Generator) -> NDArray[Any]:
     """Return random rows or arrays of numbers in their public ranges, shape (K, ...)."""
     sides = (1,) * (len(records.shape) - 1)
-    low, high = (np.reshape(ends, (-1, *sides)) for ends in (records.low, records.high))
-    x = low + (high - low) * rng.random((count, *records.shape))
+    low = np.reshape(records.low, (-1, *sides))
+    high = np.reshape(records.high, (-1, *sides))
+    x: NDArray[Any] = low + (high - low) * rng.random((count, *records.shape))
     if isinstance(records, Texts):
         for first, tokens in records.texts:
-            x[:, first : first + tokens] = np.rint(x[:, first : first + tokens])
+            part = slice(first, first + tokens)
+            x[:, part] = np.rint(x[:, part])
     if isinstance(records, Table):
         for kind, part in records.parts:
-            width = part.stop - part.start
-            if kind == "open":
-                x[:, part] = _open((count, width), rng)
-            elif kind == "one-hot":
-                x[:, part] = np.eye(width)[rng.integers(0, width, count)]
-            elif kind in ("flag", "boolean"):
-                x[:, part] = rng.integers(0, 2, (count, width))
-            elif kind == "hashed":
-                x[:, part] = np.rint(x[:, part])
-    numbers: NDArray[Any] = x
-    return numbers
+            _fill(x[:, part], kind, rng)
+    return x
+
+
+def _fill(x: NDArray[Any], kind: str, rng: np.random.Generator) -> None:
+    """Write random inputs of a column of a table in place of ``x``, shape (K, inputs).
+
+    Numbers of a declared range stay as they are.
+    """
+    count, inputs = x.shape
+    if kind == "open":
+        x[:] = _open(x.shape, rng)
+    elif kind == "one-hot":
+        x[:] = np.eye(inputs)[rng.integers(0, inputs, count)]
+    elif kind in ("flag", "boolean"):
+        x[:] = rng.integers(0, 2, x.shape)
+    elif kind == "hashed":
+        np.rint(x, out=x)
 
 
 def _open(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return random whole numbers where no range is declared."""
+    """Return random whole numbers where no range is declared, of a size that is fixed."""
     return np.rint(OPEN * rng.standard_normal(shape))
 
 
