@@ -41,7 +41,7 @@ from dpmac_cli.models.dataset import Data, on_device
 from dpmac_cli.models.dataset import Split as Records
 from dpmac_cli.progress import report, unheard
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.audit import THINNING, as_likely, right_guesses
+from dpmac_cli.release.audit import THINNING, Audit, as_likely
 from dpmac_cli.release.membership import RATES, auc, confidences, figures, halves, scored
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import data_of
@@ -342,10 +342,16 @@ def _judged(
     plain_shadows, plain_targets = map(_stacked, halves(plain))
     of_plain = scored(task, plain_targets.phi, plain_shadows.phi, plain_shadows.coins, owners)
     itself = scored(task, recipe.attacked_run()[None], shadows.phi, shadows.coins, owners)
-    guesses = min(GUESSES, targets.coins.size)
-    right = right_guesses(scores[TESTED].ravel(), targets.coins.ravel(), guesses)
+    guessed = Audit(
+        claimed=recipe.report.epsilon,
+        delta=recipe.noisy.settings.delta,
+        guesses=min(GUESSES, targets.coins.size),
+        scores=tuple(scores[TESTED].ravel().tolist()),
+        coins=tuple(targets.coins.ravel().tolist()),
+        events=events,
+    )
     curve = type_two_errors(delta_curve(merged(events)), THINNING)
-    holds = as_likely(curve, targets.coins.size, guesses, right)
+    holds = as_likely(curve, targets.coins.size, guessed.guesses, guessed.right)
     contents = {
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),
@@ -356,8 +362,8 @@ def _judged(
         ],
         "private": {name: figures(of, targets.coins) for name, of in scores.items()},
         "no_dp": {name: figures(of, plain_targets.coins) for name, of in of_plain.items()},
-        "guesses": guesses,
-        "right": right,
+        "guesses": guessed.guesses,
+        "right": guessed.right,
         "holds": holds,
         "of_the_run_itself": {
             name: None if members.all() else auc(of[0], members) for name, of in itself.items()

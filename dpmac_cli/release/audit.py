@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dpmac_cli.accounting.accountants import (
@@ -84,22 +83,6 @@ def as_likely(
     return True
 
 
-def right_guesses(scores: NDArray[np.float64], coins: NDArray[np.bool_], guesses: int) -> int:
-    """Return the number of right guesses: r/2 highest scores are guessed in, r/2 lowest out.
-
-    Args:
-        scores: score of every canary, shape (m,); of equal ones the later is higher.
-        coins: whether each canary was included, shape (m,).
-        guesses: number r, chosen before the run.
-    """
-    in_order = coins[np.argsort(scores, kind="stable")]
-    lowest = guesses // 2
-    highest = guesses - lowest
-    wrongly_out = in_order[:lowest].sum()
-    rightly_in = in_order[len(coins) - highest :].sum()
-    return int(rightly_in + lowest - wrongly_out)
-
-
 class Audit(Part):
     """Audit of a run: the contents of audit.json.
 
@@ -129,8 +112,11 @@ class Audit(Part):
 
     @property
     def right(self) -> int:
-        """Number of right guesses; see :func:`right_guesses`."""
-        return right_guesses(np.asarray(self.scores), np.asarray(self.coins), self.guesses)
+        """Number of right guesses: the r/2 highest scores are guessed in, the r/2 lowest out."""
+        order = np.argsort(self.scores, kind="stable")
+        lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
+        coins = np.asarray(self.coins)[order]
+        return int(coins[len(coins) - highest :].sum() + (~coins[:lowest]).sum())
 
     @cached_property
     def curve_bound(self) -> float:
