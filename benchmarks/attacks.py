@@ -29,7 +29,7 @@ import yaml
 from common import append_line, parser_of, read_lines
 from tables import TABLES, load
 
-from dpmac_cli import finish, resolve, train
+from dpmac_cli import train
 from dpmac_cli.release.attack import Asked, attack
 
 EPSILONS = (1.0, 3.0, 8.0)
@@ -64,18 +64,15 @@ def lay_out_texts(texts: Path, folder: Path) -> dict[str, Any]:
 
 def measure(settings: dict[str, Any], runs: int, folder: Path) -> dict[str, Any]:
     """Train a run and attack its recipe; return the figures and the seconds of the attack."""
-    resolved = resolve(settings, device="cpu", seed=0, out=folder / "run")
-    finished = finish(train(resolved))
+    run = train(**settings, device="cpu", seed=0, out=folder / "run")
     begun, cpu = time.perf_counter(), time.process_time()
-    result = attack(Asked(finished.folder), runs)
+    result = attack(Asked(run.folder), runs)
     contents = json.loads(result.path.read_text())
     seconds = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - begun}
     del contents["report_sha256"], contents["version"]
-    accuracy = finished.report["scores"]["accuracy"]["value"]
+    accuracy = run.report["scores"]["accuracy"]["value"]
     rounded = {name: round(value, 1) for name, value in seconds.items()}
-    return (
-        {"claimed_epsilon": finished.report["epsilon"], "accuracy": accuracy} | contents | rounded
-    )
+    return {"claimed_epsilon": run.report["epsilon"], "accuracy": accuracy} | contents | rounded
 
 
 def cells(packages: Path | None, texts: Path | None) -> Iterator[tuple[str, str | None, float]]:

@@ -101,7 +101,7 @@ def new_run(
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step.
 
-    For arguments, errors and events see :func:`dpmac_cli.release.run.train`.
+    For arguments, errors and events see :func:`dpmac_cli.release.train.train_plan`.
     """
     with torch_failures_explained():
         folder.check_place(plan)
@@ -133,7 +133,7 @@ def continued_run(
 ) -> Generator[SessionEvent, None, None]:
     """Resume a run up to its last step, in its folder or, with the setting ``out``, in another one.
 
-    For arguments, errors and events see :func:`dpmac_cli.release.run.resume`.
+    For arguments, errors and events see :func:`dpmac_cli.release.train.resume`.
     """
     run, changes = Path(run), dict(Settings.model_validate(flags).explicit)
     folder.check_run_folder(run)
@@ -161,7 +161,7 @@ def _session(
     Args:
         plan: plan of the whole run.
         before: what a resumed run has done.
-        stop: see :func:`dpmac_cli.release.run.train`.
+        stop: see :func:`dpmac_cli.release.train.train_plan`.
         data: records of the plan, or data on the device; None to read them.
         ranks: the processes of the run.
     """
