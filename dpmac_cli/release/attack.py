@@ -140,10 +140,12 @@ class Recipe:
             settings.pop(name, None)
         settings |= {"dataset": asked.dataset or settings["dataset"], "data_dir": asked.data_dir}
         settings |= {"model": asked.model or settings["model"], "calibration": NO_CALIBRATION}
-        [event, *_] = [event for event in self.report.events if event.trains]
+        event = next(event for event in self.report.events if event.trains)
         plan = resolve(with_noise(settings, event), data=self.data).plan
         self.noisy = replace(plan, event=plan.event.first(self.report.network.steps))
-        same = {n: of for n, of in settings.items() if n in KEPT or GROUPS[n] == DATA}
+        same = {
+            name: value for name, value in settings.items() if name in KEPT or GROUPS[name] == DATA
+        }
         self.plain = resolve(same, no_dp=True, data=self.data).plan
         self._pool = _pooled(self.data)
 
@@ -180,6 +182,11 @@ class Recipe:
                 trainer.take()
             with trainer.published() as trained:
                 return ShadowRun(coins, _confidences(trained, trainer.data, trainer.data.tested))
+
+    def scored(self, phi: NDArray[np.float64], shadows: ShadowRun) -> dict[str, Any]:
+        """Return the scores of units by each attack; see :func:`.membership.scored`."""
+        task = self.noisy.facts.task
+        return scored(task, phi, shadows.phi, shadows.coins, self.owners)
 
     def attacked_run(self) -> NDArray[np.float64]:
         """Return the confidence of the attacked run itself in all records, shape (records,)."""
@@ -335,13 +342,12 @@ def _judged(
         noisy, plain: runs of it with noise and without, of which the first half are shadows.
     """
     events = tuple(event for event in recipe.report.events if event.trains)
-    bounds = dict(zip(RATES, (1 - trade_off(events, RATES)).tolist(), strict=True))
-    task, owners, members = recipe.noisy.facts.task, recipe.owners, recipe.members
+    most_found = (1 - trade_off(events, RATES)).tolist()
+    bounds = dict(zip(RATES, most_found, strict=True))
     shadows, targets = map(_stacked, halves(noisy))
-    scores = scored(task, targets.phi, shadows.phi, shadows.coins, owners)
+    scores = recipe.scored(targets.phi, shadows)
     plain_shadows, plain_targets = map(_stacked, halves(plain))
-    of_plain = scored(task, plain_targets.phi, plain_shadows.phi, plain_shadows.coins, owners)
-    itself = scored(task, recipe.attacked_run()[None], shadows.phi, shadows.coins, owners)
+    plain_scores = recipe.scored(plain_targets.phi, plain_shadows)
     guessed = Audit(
         claimed=recipe.report.epsilon,
         delta=recipe.noisy.settings.delta,
@@ -355,21 +361,27 @@ def _judged(
     contents = {
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),
-        "units": len(members),
+        "units": len(recipe.members),
         "bounds": [
             {"false_positive_rate": rate, "true_positive_rate": most}
             for rate, most in bounds.items()
         ],
         "private": {name: figures(of, targets.coins) for name, of in scores.items()},
-        "no_dp": {name: figures(of, plain_targets.coins) for name, of in of_plain.items()},
+        "no_dp": {name: figures(of, plain_targets.coins) for name, of in plain_scores.items()},
         "guesses": guessed.guesses,
         "right": guessed.right,
         "holds": holds,
-        "of_the_run_itself": {
-            name: None if members.all() else auc(of[0], members) for name, of in itself.items()
-        },
+        "of_the_run_itself": _on_itself(recipe, shadows),
     }
     return Attacked(folder_of(recipe.run) / FIGURES, bounds, holds), contents
+
+
+def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
+    """Return the AUC of each attack on the attacked run; None if nothing was out."""
+    members, scores = recipe.members, recipe.scored(recipe.attacked_run()[None], shadows)
+    if members.all():
+        return dict.fromkeys(scores)
+    return {name: auc(of[0], members) for name, of in scores.items()}
 
 
 def _stacked(runs: Sequence[ShadowRun]) -> ShadowRun:
@@ -382,7 +394,7 @@ def _pooled(data: Dataset) -> Split:
     train, test = data.train, data.test
     if test is None:
         return train
-    values = [of.x.read() if isinstance(of.x, Rows) else of.x for of in (train, test)]
+    values = [split.x.read() if isinstance(split.x, Rows) else split.x for split in (train, test)]
     unit = None
     if train.unit is not None and test.unit is not None:
         unit = np.concatenate([train.unit, test.unit])

@@ -125,22 +125,13 @@ def prepare(
         private_notes = checks.private_notes(plan, data.notes)
         data = on_device(data, device, plan.facts.records)
     data = data.computed_in(dtype_of(model))
-    trained, uncounted = model, None
-    inputs = None if parts is None else parts.frozen
-    if parts is not None and isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
-        uncounted = Uncounted(parts, data, plan)
-        data, trained = uncounted.shapes, parts.head
-    elif parts is not None:
-        # On a CPU, texts are encoded in batches that depend on their lengths.
-        on_texts = isinstance(plan.features, TextEncoder) and device.type == "cpu"
-        separate = isinstance(plan.features, OwnFeatures | TableColumns)
-        parts.separate = on_texts or separate
+    uncounted = None
+    if parts is not None:
         parts.own = user_supplied
-        data = featured(parts, data, settings_of_features(plan), cache_folder())
-        trained = parts.head
+        data, uncounted = _with_features(plan, parts, data)
     return PreparedRun(
         model=model,
-        trained=trained,
+        trained=model if parts is None else parts.head,
         data=data,
         uncounted=uncounted,
         user_supplied=user_supplied,
@@ -148,6 +139,21 @@ def prepare(
         start=_start_of(keys),
         **origin,
     )
+
+
+def _with_features(plan: Plan, parts: FrozenFeatures, data: Data) -> tuple[Data, Uncounted | None]:
+    """Return the features of all records under the frozen part of a network.
+
+    If they need ranges that are counted, return their shapes, and what will count.
+    """
+    inputs = parts.frozen
+    if isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
+        uncounted = Uncounted(parts, data, plan)
+        return uncounted.shapes, uncounted
+    # On a CPU, texts are encoded in batches that depend on their lengths.
+    on_texts = isinstance(plan.features, TextEncoder) and not data.gain.is_cuda
+    parts.separate = on_texts or isinstance(plan.features, OwnFeatures | TableColumns)
+    return featured(parts, data, settings_of_features(plan), cache_folder()), None
 
 
 def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
