@@ -30,7 +30,7 @@ from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.runs.train import Inherited, _check_same, _lost
+from dpmac_cli.runs.train import _check_same, _lost
 from dpmac_cli.runs.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines, report_of
 from tests.helpers import tiny_data, tiny_model
@@ -78,7 +78,7 @@ def test_only_steps_of_the_last_part_are_counted_twice() -> None:
     event = plan.event.first
     was = Account(earlier=(done(event(5)),), event=event(15), base=5, begun=9)
     now = Account(earlier=was.past, event=event(13), base=7, begun=7)
-    [note] = _lost(plan, Inherited(account=was), now)
+    [note] = _lost(plan, was, now)
     assert note.startswith("2 of 20 steps are counted twice")
 
 

@@ -3,10 +3,11 @@
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.account import RECORD_UNIT, Account, reopened
+from dpmac_cli.accounting.account import RECORD_UNIT, Account
 from dpmac_cli.accounting.accountants import order_for
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -62,26 +63,26 @@ class Budget:
         self.path = None if path is None else Path(path).absolute()
         self._account = self._opened()
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._closed, self._lost = False, ""
 
     def _opened(self) -> Account:
         """Return the account of the budget, which is created if it is not in a file yet."""
         if self.path is None:
             order = order_for(self.epsilon, self.delta) if self.adaptive else None
             return Account(delta=self.delta, target=self.epsilon, order=order)
-        given: dict[str, Any] = {
+        chosen: dict[str, Any] = {
             "delta": self.delta,
             "epsilon": self.epsilon,
             "adaptive": self.adaptive,
         }
         if not self.path.exists():
-            return Account.create(self.path, **given)
+            return Account.create(self.path, **chosen)
         account = Account.open(self.path)
         adaptive = account.order is not None
-        kept = {"delta": account.delta, "epsilon": account.target, "adaptive": adaptive}
-        if kept != given:
+        stored = {"delta": account.delta, "epsilon": account.target, "adaptive": adaptive}
+        if stored != chosen:
             raise InputError(
-                f"{self.path} has another budget: {kept}, not {given}. Use the numbers of the file."
+                f"{self.path} has another budget: {stored}, not {chosen}. Use the numbers of the "
+                "file."
             )
         return account
 
@@ -101,18 +102,20 @@ class Budget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the file of a budget; one in memory becomes a closed one elsewhere."""
-        account = self._account
-        numbers = self.epsilon, self.delta, self.adaptive
+        account, numbers = self._account, (self.epsilon, self.delta, self.adaptive)
         return _unpickled, (numbers, self.path, account.number, account.others)
 
     @property
     def events(self) -> tuple[TrainingEvent, ...]:
-        """Return the events of all fits so far; equal ones may be one event of all their steps."""
+        """Return the events of all fits so far; equal ones may be one event of all their steps.
+
+        Raises InputError if the budget is in a file that is missing, damaged or an older copy.
+        """
         return self._account.own
 
     @property
     def spent(self) -> float:
-        """Return the privacy cost of all fits so far."""
+        """Return the privacy cost of all fits so far; raises like :attr:`events`."""
         return self._account.cost(self.events) if self.events else 0.0
 
     def begin(self, events: Sequence[TrainingEvent], unit: tuple[str, str] = RECORD_UNIT) -> None:
@@ -127,9 +130,7 @@ class Budget:
             InputError: its file is missing or damaged, or is an older copy; or earlier fits protect
                 another unit.
         """
-        if self._lost:
-            raise InputError(self._lost)
-        if self._closed or (self.path is None and os.getpid() != self._process):
+        if self._account.closed or (self.path is None and os.getpid() != self._process):
             raise BudgetError(CLOSED)
         with self._lock:
             cost = self._account.cost((*self.events, *events))
@@ -149,14 +150,21 @@ def _unpickled(
     number: str,
     begun: tuple[TrainingEvent, ...],
 ) -> Budget:
-    """Return the budget of a file; one whose file is not here, or without one, pays for nothing."""
+    """Return a budget that another process has pickled.
+
+    One in a file begins events if the file is there, and counts at least what it did. One in
+    memory is closed.
+
+    Args:
+        numbers: epsilon, delta and whether fits are adaptive.
+        path: file of the budget; None if it was in memory.
+        number: number of its account, which the file must have.
+        begun: events that had begun.
+    """
     epsilon, delta, adaptive = numbers
     budget = Budget(epsilon, delta, adaptive=adaptive)
-    budget.path, budget._closed = path, path is None
-    budget._account.number, budget._account.others = number, begun
-    if path is not None:
-        try:
-            budget._account = reopened(str(path), number, begun)
-        except InputError as failure:
-            budget._lost = str(failure)
+    budget.path = path
+    budget._account = replace(
+        budget._account, path=path, number=number, others=begun, closed=path is None
+    )
     return budget

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,10 +20,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from dpmac_cli.config.facts import InMemoryData
-from dpmac_cli.data.column_schema import Label
+from dpmac_cli.config.settings import DATA, GROUPS
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError, as_keywords
 from dpmac_cli.estimators.budget import Budget
 from dpmac_cli.estimators.records import (
+    NOT_FINITE,
     UNIT,
     are_images,
     are_texts,
@@ -47,16 +49,31 @@ NO_WEIGHTS = (
     "epsilon does not cover that. Use class_weight= with public weights of the classes, or "
     "weights= of dpmac_cli.make_private with a public function of a record."
 )
+NO_SHARES = (
+    'class_weight="balanced" needs the shares of the classes, which are private if they are '
+    "counted in y. Declare what is known of them, a share for every label: "
+    'shares={"rare": 0.06, "frequent": 0.94}; or give public weights, class_weight={"rare": 10}.'
+)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Base of :class:`PrivateClassifier` and :class:`PrivateRegressor`.
 
+    Parameters by the name of a setting of ``dpmac train``, except those of its data, are that
+    setting, with its default where they are None.
+
     Attributes:
-        epsilon, delta, sigma, model, backbone, optimizer, epochs, batch_size, lr, clip_norm,
-            calibration, no_dp, secure, device: settings of ``dpmac train``, with its defaults where
-            they are None.
+        epsilon: largest privacy cost of a fit. By default that of the recipe.
+        delta: probability with which epsilon may be exceeded.
+        sigma: noise multiplier, instead of ``epsilon``.
+        model: network, such as "linear" or "mlp".
+        backbone: encoder with public weights, such as "minilm" for texts.
+        optimizer, epochs, batch_size, lr, clip_norm: of the training.
+        calibration: "histogram" for calibrated probabilities, or "none".
+        no_dp: whether to train without privacy, as a baseline.
+        secure: as ``--secure``.
+        device: "cpu", "cuda" or "auto".
         bounds: public range of numbers, (low, high), each one number or one per column. It is not
             read from the records. Images (uint8 of three or four dimensions) and texts have none.
         schema: schema of a data frame: a file, or the contents of one. Its label declares the
@@ -86,51 +103,61 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
     budget: Budget | None = None
     random_state: Any = None
 
-    #: Parameters that are settings of a run by the same name.
-    SETTINGS: ClassVar[tuple[str, ...]] = (
-        *("epsilon", "delta", "sigma", "model", "backbone", "optimizer", "epochs", "batch_size"),
-        *("lr", "clip_norm", "calibration", "no_dp", "secure", "device"),
-    )
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True  # noise
         tags.input_tags.string = tags.input_tags.three_d_array = True
         return tags
 
-    def save(self, out: Path | str) -> None:
-        """Write the model, its report and its card to a new or empty folder, like ``dpmac train``.
+    def save(self, out: Path | str, *, force: bool = False) -> None:
+        """Write the model, its report and its card to a folder, like ``dpmac train``.
 
-        Raises InputError if the folder cannot be used.
+        Args:
+            out: a new or empty folder.
+            force: whether to replace a run that is in the folder.
+
+        Raises:
+            NotFittedError: there was no fit.
+            InputError: the folder cannot be used.
         """
         check_is_fitted(self)
         where = Path(out)
-        folder.check_chosen_folder(where, force=False)
+        folder.check_chosen_folder(where, force)
         folder.make_folder(where)
-        for name, content in self._files.items():
-            write_atomically(where / name, content)
+        with folder.locked(where):
+            folder.clear(where)
+            for name, content in self._files.items():
+                write_atomically(where / name, content)
 
     def _train(self, data: InMemoryData, unit: Any, **settings: Any) -> Self:
-        """Train on all records within the budget, and keep what is published."""
-        given = {name: getattr(self, name) for name in self.SETTINGS} | settings
+        """Train on all records within the budget, and keep what is published.
+
+        Args:
+            data: the records.
+            unit: unit of privacy of each record; None if each is one.
+            settings: settings that are not parameters by the same name.
+        """
+        if self.budget is not None:
+            self._check_budget(self.budget)
+        chosen = {
+            name: value
+            for name, value in self.get_params(deep=False).items()
+            if name in GROUPS and GROUPS[name] != DATA
+        }
+        chosen |= settings
         if data.frame is not None and unit is not None:
-            given["unit"] = UNIT
+            chosen["unit"] = UNIT
         if self.random_state is not None:
-            given["seed"] = int(check_random_state(self.random_state).randint(SEEDS))
-        if self.budget is not None and self.no_dp:
-            raise InputError("budget= is for private fits: leave it out, or no_dp=True.")
+            chosen["seed"] = int(check_random_state(self.random_state).randint(SEEDS))
         with tempfile.TemporaryDirectory() as place:
             run = Path(place) / "run"
-            resolved = resolve(given, dataset=data, test_fraction=0, out=run)
+            resolved = resolve(chosen, dataset=data, test_fraction=0, out=run)
             protected = resolved.plan.account_unit[0], ""  # arrays and frames name it otherwise
             if self.budget is not None:
                 self.budget.begin(resolved.plan.planned, protected)
             finished = finish(train_plan(resolved))
-            self._files = {
-                name: (run / name).read_bytes()
-                for name in (*folder.PUBLISHED, folder.SUMS)
-                if (run / name).exists()
-            }
+            published = [run / name for name in (*folder.PUBLISHED, folder.SUMS)]
+            self._files = {file.name: file.read_bytes() for file in published if file.exists()}
         self.notes_ = tuple(map(as_keywords, resolved.notes))
         self.report_ = finished.report
         self.statement_ = finished.report["sentences"]["guarantee"]
@@ -138,43 +165,67 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         self.epsilon_ = math.inf if epsilon is None else epsilon
         return self
 
+    def _check_budget(self, budget: Any) -> None:
+        """Raise InputError for what is not a budget, and for fits that none can pay."""
+        if not isinstance(budget, Budget):
+            raise InputError(
+                f"budget={budget!r} is not a Budget, which counts all fits on the same records. "
+                "Create one, and pass it to all of them: budget=Budget(epsilon=3, delta=1e-5)."
+            )
+        if self.no_dp:
+            raise InputError("budget= is for private fits: leave it out, or no_dp=True.")
+
     def _predictions(self, X: Any, **settings: Any) -> Predictions:
         """Return predictions of new records. Raises NotFittedError before a fit."""
         check_is_fitted(self)
-        if not (self._is_framed(X) or are_texts(X) or are_images(X)):
-            X = validate_data(self, X, reset=False)
+        if self._are_numbers(X):
+            X = self._checked_numbers(X, reset=False)
         with tempfile.TemporaryDirectory() as place:
             for name, content in self._files.items():
                 (Path(place) / name).write_bytes(content)
             return load(place, device=self.device or "cpu").predict(X, **settings)
 
+    def _schema_of(self, X: Any) -> TableSchema | None:
+        """Return what is declared of the columns of a frame; None for other records."""
+        return schema_from(self.schema, self.kinds) if self._is_framed(X) else None
+
     def _is_framed(self, X: Any) -> bool:
         """Return whether records are a data frame whose columns are declared."""
         return is_frame(X) and (self.schema is not None or self.kinds is not None)
 
-    def _declared_label(self, X: Any) -> Label | None:
-        """Return what the schema of a frame says of its label; None without a schema."""
-        if self.schema is None or not self._is_framed(X):
-            return None
-        return schema_from(self.schema, self.kinds).label
+    def _are_numbers(self, X: Any) -> bool:
+        """Return whether records are rows of numbers."""
+        return not (self._is_framed(X) or are_texts(X) or are_images(X))
 
-    def _checked_with(self, X: Any, y: ArrayLike, **how: Any) -> tuple[Any, NDArray[Any]]:
+    def _checked(self, X: Any, y: ArrayLike, **how: Any) -> tuple[Any, NDArray[Any]]:
         """Return records and targets, numbers as an array. Raises ValueError for other shapes."""
-        if self._is_framed(X) or are_texts(X) or are_images(X):
+        if not self._are_numbers(X):
             return X, column_or_1d(y, warn=True)
         if words := words_in(X):
             raise InputError(
                 f"Columns of words: {', '.join(words)}. Declare the kind of each column, with "
                 'kinds={"age": "number", "job": "category"} or schema=, not bounds=.'
             )
-        records, targets = validate_data(self, X, y, **how)
+        records, targets = self._checked_numbers(X, y, **how)
         return records, targets
+
+    def _checked_numbers(self, X: Any, *y: ArrayLike, **how: Any) -> Any:
+        """Return rows of numbers as an array, with ``y`` if it is given, as scikit-learn does.
+
+        Raises ValueError for other shapes, and for missing values.
+        """
+        checked = validate_data(self, X, *y, ensure_all_finite=False, **how)
+        records = checked[0] if y else checked
+        if not np.isfinite(records).all():
+            raise ValueError(NOT_FINITE)
+        return checked
 
     def _data(
         self,
         X: Any,
         targets: NDArray[Any],
         unit: Any,
+        schema: TableSchema | None,
         label: Mapping[str, Any],
         **declared: Any,
     ) -> InMemoryData:
@@ -182,19 +233,20 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
 
         Args:
             X: records.
-            targets: numbers of classes, or numbers to predict.
+            targets: numbers of classes, or numbers to predict, shape (records,).
             unit: unit of privacy of each record; None if each is one.
-            label: what the schema of a frame declares of the targets; ``names`` of the classes.
+            schema: what is declared of the columns of a frame; None for other records.
+            label: what the schema declares of the targets: ``classes``, or ``range``.
             declared: what arrays declare of them.
         """
-        if self._is_framed(X):
-            schema = schema_from(self.schema, self.kinds)
-            names = label.get("classes")
-            cells = targets if names is None else np.array(names, object)[targets]
-            self.n_features_in_ = len(schema.columns)
-            return table_with(X, cells, label, schema, unit)
-        more = declared if unit is None else {**declared, "unit": unit}
-        return arrays_of(X, targets, self.bounds, **more)
+        if schema is None:
+            if unit is not None:
+                declared["unit"] = unit
+            return arrays_of(X, targets, self.bounds, **declared)
+        names = label.get("classes")
+        cells = targets if names is None else np.array(names, object)[targets]
+        self.n_features_in_ = len(schema.columns)
+        return table_with(X, cells, label, schema, unit)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -229,63 +281,62 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         """Train on all records.
 
         Args:
-            X: rows of numbers, images, texts, or a data frame.
+            X: rows of numbers, shape (records, columns); images, texts, or a data frame.
             y: labels, shape (records,).
             unit: unit of privacy of each record, such as a patient; by default each is one.
+            others: refused; ``sample_weight`` with the reason.
 
         Raises:
             InputError: records or settings cannot be used; lists every fault.
             BudgetError: the budget does not allow the fit. Nothing was trained.
+            ValueError: the records have a shape or values that scikit-learn refuses, too.
         """
         _refuse(others)
-        X, labels = self._checked_with(X, y)
+        schema = self._schema_of(X)
+        X, labels = self._checked(X, y)
         check_classification_targets(labels)
-        declared = self._declared_classes(X, labels)
+        declared = self.classes
+        if declared is None and schema is not None and schema.label is not None:
+            declared = _in_type_of(labels, schema.label.classes)
         self.classes_ = np.unique(labels) if declared is None else np.asarray(declared)
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
         names = [str(label) for label in self.classes_]
-        places = {label: place for place, label in enumerate(self.classes_.tolist())}
-        strange = {label for label in labels.tolist() if label not in places}
-        if strange:
-            raise InputError(f"y has {len(strange)} labels that are not in classes=.")
-        codes = np.array([places[label] for label in labels.tolist()], np.int64)
-        data = self._data(X, codes, unit, {"classes": names}, classes=names)
+        data = self._data(X, self._codes(labels), unit, schema, {"classes": names}, classes=names)
         if declared is None:
-            found = ("classes",)
-            data = InMemoryData(data.path, data.arrays, data.frame, data.schema, found)
-        return self._train(
-            data,
-            unit,
-            class_weights=self._by_class(self.class_weight),
-            shares=self._by_class(self.shares),
-            threshold=self.threshold,
-        )
+            inferred = ("classes",)
+            data = InMemoryData(data.path, data.arrays, data.frame, data.schema, inferred)
+        class_weights, shares = self._by_class()
+        return self._train(data, unit, class_weights=class_weights, shares=shares)
 
-    def _declared_classes(self, X: Any, labels: NDArray[Any]) -> Sequence[Any] | None:
-        """Return the public labels of the classes, in the type of ``labels``; None if not given."""
-        label = self._declared_label(X)
-        if self.classes is not None or label is None or not label.classes:
-            return self.classes
-        names = [str(name) for name in label.classes]
-        if labels.dtype.kind == "b":
-            return [name == "True" for name in names]
-        return names if labels.dtype.kind in "OUT" else [*map(labels.dtype.type, names)]
+    def _codes(self, labels: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the place of each label in ``classes_``, shape (records,)."""
+        places = {label: place for place, label in enumerate(self.classes_.tolist())}
+        others = set(labels.tolist()) - places.keys()
+        if others:
+            raise InputError(f"y has {len(others)} labels that are not in classes=.")
+        return np.array([places[label] for label in labels.tolist()], np.int64)
 
-    def _by_class(self, values: Mapping[Any, float] | str | None) -> list[float] | str | None:
-        """Return numbers in the order of the classes; 1 for those without one."""
-        if values is None or isinstance(values, str):
-            return values
-        return [float(values.get(label, 1.0)) for label in self.classes_.tolist()]
+    def _by_class(self) -> tuple[list[float] | str | None, list[float] | None]:
+        """Return the weights and the shares of the classes, in their order."""
+        labels, weights, shares = self.classes_.tolist(), self.class_weight, self.shares
+        if weights == "balanced" and (shares is None or set(labels) - shares.keys()):
+            raise InputError(NO_SHARES)
+        if weights is not None and not isinstance(weights, str):
+            weights = [float(weights.get(label, 1.0)) for label in labels]
+        return weights, None if shares is None else [float(shares[label]) for label in labels]
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """Return probabilities, shape (records, classes), in the order of ``classes_``."""
-        found = self._predictions(X).probabilities.astype(np.float64)
-        found /= found.sum(axis=1, keepdims=True)
-        return found
+        probabilities = self._predictions(X).probabilities.astype(np.float64)
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        return probabilities
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Return the most probable class of each record, or the one that ``threshold`` decides."""
+        """Return the most probable class of each record, or the one that ``threshold`` decides.
+
+        The result has the shape (records,), and the type of the labels of the fit.
+        """
         if self.threshold is None:
             places = self.predict_proba(X).argmax(axis=1).tolist()
         else:
@@ -298,6 +349,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
     """Regressor whose fit is differentially private.
+
+        model = PrivateRegressor(epsilon=3, bounds=(0, 16), target_bounds=(0, 100)).fit(X, y)
 
     Attributes:
         target_bounds: public range of the numbers to predict, (low, high), to which others are
@@ -318,28 +371,38 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: ArrayLike, unit: ArrayLike | None = None, **others: Any) -> Self:
         """Train on all records; ``y`` are numbers to predict. See :class:`PrivateClassifier`."""
         _refuse(others)
-        X, targets = self._checked_with(X, y, y_numeric=True)
-        targets = targets.astype(np.float64)
-        if self.target_bounds is None and not self._is_framed(X):
+        schema = self._schema_of(X)
+        X, targets = self._checked(X, y, y_numeric=True)
+        bounds, transform = self.target_bounds, self.target_transform
+        if bounds is None and schema is None:
             raise InputError(
                 "target_bounds=(low, high) is missing: the public range of the numbers to predict. "
                 "Base it on what they mean, not on y, which is private."
             )
-        bounds, transform = self.target_bounds, self.target_transform
-        known = self._declared_label(X)
-        if bounds is None and known is not None and known.range is not None:
-            bounds, transform = known.range, transform or known.transform
+        if bounds is None and schema is not None and schema.label is not None:
+            bounds, transform = schema.label.range, transform or schema.label.transform
         label: dict[str, Any] = {"type": "number"}
         declared: dict[str, Any] = {"target_transform": transform, "target_name": "y"}
         if bounds is not None:
             low, high = map(float, bounds)
             label |= {"range": [low, high], "transform": transform or "none"}
             declared |= {"target_low": low, "target_high": high}
-        return self._train(self._data(X, targets, unit, label, **declared), unit, loss=self.loss)
+        numbers = targets.astype(np.float64)
+        return self._train(self._data(X, numbers, unit, schema, label, **declared), unit)
 
     def predict(self, X: Any) -> NDArray[np.float64]:
-        """Return the number of each record, within ``target_bounds``."""
+        """Return the number of each record, within ``target_bounds``, shape (records,)."""
         return self._predictions(X).answers[:, 0].astype(np.float64)
+
+
+def _in_type_of(labels: NDArray[Any], names: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Return the classes of a schema as values of the type of labels; None for no classes."""
+    if not names:
+        return None
+    words = [str(name) for name in names]
+    if labels.dtype.kind == "b":
+        return [word == "True" for word in words]
+    return words if labels.dtype.kind in "OUT" else [*map(labels.dtype.type, words)]
 
 
 def _refuse(others: Mapping[str, Any]) -> None:

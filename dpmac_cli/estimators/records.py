@@ -1,4 +1,7 @@
-"""Records and labels of a fit as a dataset, by what they are: images, numbers, texts or a frame."""
+"""Records and targets of a fit as a dataset, by what they are: images, numbers, texts or a frame.
+
+Out of scope: sparse matrices, and numbers of more than two dimensions.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +25,12 @@ NO_BOUNDS = (
     "columns or a list with one for each. Base it on what the columns mean, not on X, which is "
     "private."
 )
+#: ValueError, as scikit-learn expects it.
+NOT_FINITE = (
+    "X contains NaN or infinity. In rows of numbers, fill missing values with a public constant: "
+    "private_pipeline(SimpleImputer(strategy='constant', fill_value=0), estimator). Other imputers "
+    "learn from the records. In a data frame with kinds= or schema=, missing values may stay."
+)
 
 
 def is_frame(records: Any) -> bool:
@@ -30,18 +39,24 @@ def is_frame(records: Any) -> bool:
 
 
 def words_in(records: Any) -> list[str]:
-    """Return the names of a data frame's columns that hold words or other objects."""
+    """Return the names of a data frame's columns that hold words or other objects.
+
+    Arrays have none: the result is empty.
+    """
     if not is_frame(records):
         return []
-    fields = table_of(records).schema
     numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
-    return [field.name for field in fields if not any(of(field.type) for of in numbers)]
+    return [
+        field.name
+        for field in table_of(records).schema
+        if not any(is_kind(field.type) for is_kind in numbers)
+    ]
 
 
 def are_texts(records: Any) -> bool:
     """Return whether records are texts: a list of str, or an array of one dimension of them."""
-    one = isinstance(records, list | tuple) or getattr(records, "ndim", 0) == 1
-    return one and len(records) > 0 and isinstance(next(iter(records)), str)
+    in_a_row = isinstance(records, list | tuple) or getattr(records, "ndim", 0) == 1
+    return in_a_row and len(records) > 0 and isinstance(next(iter(records)), str)
 
 
 def are_images(records: Any) -> bool:
@@ -52,13 +67,16 @@ def are_images(records: Any) -> bool:
 def arrays_of(
     records: Any, targets: NDArray[Any], bounds: Sequence[Any] | None, **declared: Any
 ) -> InMemoryData:
-    """Return images, numbers or texts as a dataset. Raises InputError for numbers without bounds.
+    """Return images, numbers or texts as a dataset.
 
     Args:
         records: see :func:`are_images` and :func:`are_texts`; numbers, shape (records, columns).
         targets: numbers of classes, or numbers to predict, shape (records,).
         bounds: public range of numbers: low and high, one each or one per column.
         declared: other arguments of :class:`~dpmac_cli.data.in_memory.ArrayData`.
+
+    Raises:
+        InputError: numbers have no bounds, or bounds do not fit their columns.
     """
     if are_texts(records):
         return ArrayData([*map(str, records)], targets, **declared)
@@ -66,10 +84,23 @@ def arrays_of(
         return ArrayData(records, targets, **declared)
     if bounds is None:
         raise InputError(NO_BOUNDS)
-    if isinstance(bounds, str) or len(np.shape(bounds)) == 0 or len(bounds) != 2:
-        raise InputError(f"bounds must be two, (low, high), not {bounds!r}.")
-    low, high = bounds
+    low, high = _ends_of(bounds, records.shape[1])
     return ArrayData(records, targets, low=low, high=high, **declared)
+
+
+def _ends_of(bounds: Any, columns: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the low and the high ends of columns, shape () or (columns,) each."""
+    wanted = f"Each is one number, or a list with one for each of the {columns} columns of X."
+    if not isinstance(bounds, Sequence | np.ndarray) or isinstance(bounds, str) or len(bounds) != 2:
+        raise InputError(f"bounds must be two, (low, high), not {bounds!r}. {wanted}")
+    low, high = (np.asarray(end) for end in bounds)
+    for name, end in (("low", low), ("high", high)):
+        if end.shape not in ((), (columns,)):
+            numbers = "x".join(map(str, end.shape))
+            raise InputError(
+                f"bounds=(low, high): {name} has {numbers} numbers for {columns} columns. {wanted}"
+            )
+    return low, high
 
 
 def table_with(
@@ -94,7 +125,7 @@ def table_with(
         table = table.drop_columns([column])
     table = table.append_column(column, pa.array(targets))
     if unit is not None:
-        table = table.append_column(UNIT, pa.array([str(of) for of in unit]))
+        table = table.append_column(UNIT, pa.array([str(name) for name in unit]))
     declared = Label.model_validate({"column": column, **label})
     return from_dataframe(table, schema.model_copy(update={"label": declared}))
 

@@ -10,11 +10,9 @@ Out of scope: language models, and attacks that see more than outputs.
 
 import copy
 import hashlib
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
@@ -31,7 +29,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import delta_curve, type_two_errors
 from dpmac_cli.accounting.events import merged
 from dpmac_cli.accounting.risk import trade_off
-from dpmac_cli.config.plan import with_noise
+from dpmac_cli.config.plan import Plan, with_noise
 from dpmac_cli.config.settings import DATA, GROUPS, NO_CALIBRATION
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Split
@@ -40,6 +38,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, to_json, write_atomically
 from dpmac_cli.models.dataset import Data, on_device
+from dpmac_cli.models.dataset import Split as Records
 from dpmac_cli.progress import report, unheard
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.audit import THINNING, Audit, as_likely
@@ -51,7 +50,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.trainer import make_trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.evaluation import on_cpu, outputs_of
 
 #: Number of guesses of the test that can fail, fixed before any run: half are in, half out.
@@ -65,8 +64,10 @@ KEPT = (
 )
 #: Settings of the attacked run that its shadow runs do not have.
 DROPPED = ("out", "force", "threshold", "max_epsilon", "cover_scores", "metric", "seed")
-#: Variable of the folder of the cache, which ranges that a shadow run finds must not fill.
-CACHE = "DPMAC_CACHE_DIR"
+#: File of the figures, and those of runs that are done while an attack is not.
+FIGURES, LEFT = "attack.json", f"*.run{PART}"
+#: Whether a run of an attack has noise, and its number.
+Name = tuple[bool, int]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,12 @@ class Attacked:
 
 @dataclass(frozen=True)
 class ShadowRun:
-    """A run of the recipe: which units were in, and its confidence in every record."""
+    """A run of the recipe, or several of them with a row for each.
+
+    Attributes:
+        coins: which units were in, shape (units,).
+        phi: its confidence in the target of every record, shape (records,).
+    """
 
     coins: NDArray[np.bool_]
     phi: NDArray[np.float64]
@@ -113,6 +119,12 @@ class Asked:
 class Recipe:
     """Recipe of a run, and the records that its shadow runs draw from: trained and tested on.
 
+    Attributes:
+        run: folder of the attacked run. report: its report.
+        data: its records, as they were split.
+        noisy: plan of a run on all of them with the noise, the rate and the steps of the run.
+        plain: plan of a run without noise, by the defaults of such runs.
+
     Raises:
         InputError: the run cannot be attacked, or its records cannot be read.
     """
@@ -123,15 +135,18 @@ class Recipe:
         self.device = choose_device(asked.device)
         self.released = load_model(asked.run, self.device, factory=asked.model)
         self.data = data_of(self.released, asked.dataset, asked.data_dir)
-        given = {name: of for name, of in folder.settings(asked.run).items() if name not in DROPPED}
-        given |= {"dataset": asked.dataset or given["dataset"], "data_dir": asked.data_dir}
-        given |= {"model": asked.model or given["model"], "calibration": NO_CALIBRATION}
-        [event, *_] = [e for e in self.report.events if e.trains]
-        plan = resolve(with_noise(given, event), data=self.data).plan
-        steps = self.report.network.steps
-        self.noisy = replace(plan, event=plan.event.first(steps))
-        kept = {n: of for n, of in given.items() if n in KEPT or GROUPS[n] == DATA}
-        self.plain = resolve(kept, no_dp=True, data=self.data).plan
+        settings = folder.settings(asked.run)
+        for name in DROPPED:
+            settings.pop(name, None)
+        settings |= {"dataset": asked.dataset or settings["dataset"], "data_dir": asked.data_dir}
+        settings |= {"model": asked.model or settings["model"], "calibration": NO_CALIBRATION}
+        event = next(event for event in self.report.events if event.trains)
+        plan = resolve(with_noise(settings, event), data=self.data).plan
+        self.noisy = replace(plan, event=plan.event.first(self.report.network.steps))
+        same = {
+            name: value for name, value in settings.items() if name in KEPT or GROUPS[name] == DATA
+        }
+        self.plain = resolve(same, no_dp=True, data=self.data).plan
         self._pool = _pooled(self.data)
 
     @cached_property
@@ -142,68 +157,85 @@ class Recipe:
 
     @property
     def members(self) -> NDArray[np.bool_]:
-        """Return the units that the attacked run was trained on."""
-        found = np.zeros(self.owners.max() + 1, np.bool_)
-        found[self.owners[: len(self.data.train.y)]] = True
-        return found
+        """Return which units the attacked run was trained on, shape (units,)."""
+        trained = np.zeros(self.owners.max() + 1, np.bool_)
+        trained[self.owners[: len(self.data.train.y)]] = True
+        return trained
 
     @cached_property
     def _prepared(self) -> dict[bool, PreparedRun]:
         """Return the untrained networks with all records, with noise and without."""
-        whole = replace(self.data, train=self._pool, test=None, crafted=None)
+        everything = replace(self.data, train=self._pool, test=None, crafted=None)
         return {
-            noisy: prepare(plan, self.device, make_keys(None), whole)
+            noisy: prepare(plan, self.device, make_keys(None), everything)
             for noisy, plan in ((True, self.noisy), (False, self.plain))
         }
 
     def shadow_run(self, noisy: bool) -> ShadowRun:
         """Train on units that are in by a fair coin each; return its confidence in all records."""
-        whole, plan = self._prepared[noisy], self.noisy if noisy else self.plain
-        units = int(self.owners.max()) + 1
-        coins = np.random.default_rng().random(units) < 0.5
-        model, trained = copy.deepcopy((whole.model, whole.trained))
-        some = np.flatnonzero(coins[self.owners])
-        task = replace(
-            whole, model=model, trained=trained, data=self._part(whole.data, some), uncounted=None
-        )
-        if (uncounted := whole.uncounted) is not None:
-            assert isinstance(model, FrozenFeatures)  # noqa: S101  (a table has them)
-            part = replace(uncounted, network=model, data=self._part(uncounted.data, some))
-            task = replace(task, data=part.shapes, uncounted=part)
-        # The rate and the noise are those of the run, and sums are divided by what is expected.
-        batch = max(1, round(plan.event.sampling_rate * units / 2))
-        facts = replace(plan.facts, train_size=int(coins.sum()))
-        plan = replace(plan, facts=facts, settings=plan.settings.replace(batch_size=batch))
-        account = Account(event=plan.event, ranges=plan.ranges, delta=plan.settings.delta)
-        trainer = make_trainer(plan, task, make_keys(None), account)
-        with _own_cache(uncounted is not None):
+        plan, prepared = self.noisy if noisy else self.plain, self._prepared[noisy]
+        coins = np.random.default_rng().random(len(self.members)) < 0.5
+        with tempfile.TemporaryDirectory() as cache:
+            task = self._task(prepared, np.flatnonzero(coins[self.owners]), Path(cache))
+            trainer = _trainer(plan, task, coins)
             for _ in range(plan.event.steps):
                 trainer.take()
-        with trainer.published() as part_of_model:
-            if uncounted is None:
-                return ShadowRun(coins, self._confidences(part_of_model, whole.data))
-            known = uncounted.data.predicting(trainer.data.task)
-            return ShadowRun(coins, self._confidences(model, known))
+            with trainer.published() as trained:
+                return ShadowRun(coins, _confidences(trained, trainer.data, trainer.data.tested))
+
+    def scored(self, phi: NDArray[np.float64], shadows: ShadowRun) -> dict[str, Any]:
+        """Return the scores of units by each attack; see :func:`.membership.scored`."""
+        task = self.noisy.facts.task
+        return scored(task, phi, shadows.phi, shadows.coins, self.owners)
 
     def attacked_run(self) -> NDArray[np.float64]:
-        """Return the confidence of the attacked run itself in all records."""
+        """Return the confidence of the attacked run itself in all records, shape (records,)."""
         data = on_device(replace(self.data, train=self._pool, test=None), self.device)
         header = self.released.header
         data = data.scaled_as(header.data.records).predicting(header.task)
-        return self._confidences(self.released.model, data)
+        return _confidences(self.released.model, data, data.train)
+
+    def _task(self, prepared: PreparedRun, rows: NDArray[np.int64], cache: Path) -> PreparedRun:
+        """Return a copy of an untrained network with records: some to train on, all to test on.
+
+        Features that follow from ranges of these records are kept in ``cache``.
+        """
+        model, trained = copy.deepcopy((prepared.model, prepared.trained))
+        if prepared.uncounted is None:
+            data = self._part(prepared.data, rows)
+            return replace(prepared, model=model, trained=trained, data=data)
+        assert isinstance(model, FrozenFeatures)  # noqa: S101  (a table has them)
+        data = self._part(prepared.uncounted.data, rows)
+        uncounted = replace(prepared.uncounted, network=model, data=data, cache=cache)
+        return replace(
+            prepared, model=model, trained=trained, data=uncounted.shapes, uncounted=uncounted
+        )
 
     def _part(self, data: Data, rows: NDArray[np.int64]) -> Data:
-        """Return some of the records, with their units, as training records."""
+        """Return data with some of its training records, by their units, and all to test on."""
         part = data.train.taken(rows)
         if self._pool.unit is not None:
             part = replace(part, units=units_of(self.owners[rows]))
-        return replace(data, train=part, test=None)
+        return replace(data, train=part, test=data.train)
 
-    def _confidences(self, model: nn.Module, data: Data) -> NDArray[np.float64]:
-        """Return the confidence of a network in the targets of all records, shape (records,)."""
-        found = [on_cpu(logits) for _, logits in outputs_of(model, data, data.train)]
-        outputs = torch.cat(found).double().numpy()
-        return confidences(data.task, outputs, data.train.labels.cpu().numpy())
+
+def _confidences(model: nn.Module, data: Data, records: Records) -> NDArray[np.float64]:
+    """Return the confidence of a network in the targets of a split, shape (records,)."""
+    batches = [on_cpu(logits) for _, logits in outputs_of(model, data, records)]
+    outputs = torch.cat(batches).double().numpy()
+    return confidences(data.task, outputs, records.labels.cpu().numpy())
+
+
+def _trainer(plan: Plan, task: PreparedRun, coins: NDArray[np.bool_]) -> Trainer:
+    """Return the trainer of a shadow run on the units that are in.
+
+    The rate and the noise are those of the plan, and sums are divided by what is expected.
+    """
+    batch = max(1, round(plan.event.sampling_rate * len(coins) / 2))
+    facts = replace(plan.facts, train_size=int(coins.sum()))
+    plan = replace(plan, facts=facts, settings=plan.settings.replace(batch_size=batch))
+    account = Account(event=plan.event, ranges=plan.ranges, delta=plan.settings.delta)
+    return make_trainer(plan, task, make_keys(None), account)
 
 
 def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
@@ -224,15 +256,19 @@ def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
     seal = hashlib.sha256((asked.run / folder.REPORT).read_bytes()).hexdigest()
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     with folder.locked(where):
-        wanted = [(noisy, number) for noisy in (True, False) for number in range(runs)]
-        kept = dict(_kept(where, seal))
-        found = {name: kept[name] for name in wanted if name in kept}
-        missing = [name for name in wanted if name not in found]
-        for name, of in _trained(recipe, asked, missing, jobs):
-            found[name] = of
-            _keep(where, seal, name, of)
-            report(len(found), len(wanted), where, "runs")
-        noisy, plain = ([found[which, n] for n in range(runs)] for which in (True, False))
+        done, missing = dict[Name, ShadowRun](), list[Name]()
+        for name in [(noisy, number) for noisy in (True, False) for number in range(runs)]:
+            earlier = _read(_file(where, seal, name))
+            if earlier is None:
+                missing.append(name)
+            else:
+                done[name] = earlier
+        for name, run in _trained(recipe, asked, missing, jobs):
+            done[name] = run
+            content = safetensors.numpy.save({"coins": run.coins, "phi": run.phi})
+            write_atomically(_file(where, seal, name), content, PRIVATE_MODE)
+            report(len(done), 2 * runs, where, "runs")
+        noisy, plain = ([done[side, n] for n in range(runs)] for side in (True, False))
         result, contents = _judged(recipe, noisy, plain)
         contents = {"version": FORMAT, "report_sha256": seal, **contents}
         write_atomically(result.path, to_json(contents).encode(), PRIVATE_MODE)
@@ -246,9 +282,30 @@ def folder_of(run: Path) -> Path:
     return run.absolute().with_name(f"{run.absolute().name}-attack")
 
 
+def _file(where: Path, seal: str, name: Name) -> Path:
+    """Return the file of a run of an attack that is not done.
+
+    Args:
+        where: folder of the attack.
+        seal: SHA-256 of the report of the attacked run, so that no run of another model is used.
+        name: the run.
+    """
+    noisy, number = name
+    model = seal[:32]
+    return where / f"{model}-{int(noisy)}-{number}{LEFT[1:]}"
+
+
+def _read(file: Path) -> ShadowRun | None:
+    """Return a run of an attack that was stopped; None if it is missing or damaged."""
+    try:
+        return ShadowRun(**safetensors.numpy.load(file.read_bytes()))
+    except (OSError, ValueError, TypeError, safetensors.SafetensorError):
+        return None
+
+
 def _trained(
-    recipe: Recipe, asked: Asked, missing: Sequence[tuple[bool, int]], jobs: int
-) -> Iterator[tuple[tuple[bool, int], ShadowRun]]:
+    recipe: Recipe, asked: Asked, missing: Sequence[Name], jobs: int
+) -> Iterator[tuple[Name, ShadowRun]]:
     """Yield the runs that are missing, in this process or in several."""
     if jobs <= 1:
         for name in missing:
@@ -278,93 +335,58 @@ def _in_process(noisy: bool) -> ShadowRun:
 def _judged(
     recipe: Recipe, noisy: Sequence[ShadowRun], plain: Sequence[ShadowRun]
 ) -> tuple[Attacked, dict[str, Any]]:
-    """Return the result, and the contents of attack.json."""
-    run, known = recipe.run, recipe.report
-    events = tuple(event for event in known.events if event.trains)
-    bounds = dict(zip(RATES, (1 - trade_off(events, RATES)).tolist(), strict=True))
+    """Return the result, and the contents of attack.json.
+
+    Args:
+        recipe: the attacked recipe.
+        noisy, plain: runs of it with noise and without, of which the first half are shadows.
+    """
+    events = tuple(event for event in recipe.report.events if event.trains)
+    most_found = (1 - trade_off(events, RATES)).tolist()
+    bounds = dict(zip(RATES, most_found, strict=True))
     shadows, targets = map(_stacked, halves(noisy))
-    task, owners = recipe.noisy.facts.task, recipe.owners
-    of_noisy = scored(task, targets.phi, shadows.phi, shadows.coins, owners)
+    scores = recipe.scored(targets.phi, shadows)
+    plain_shadows, plain_targets = map(_stacked, halves(plain))
+    plain_scores = recipe.scored(plain_targets.phi, plain_shadows)
     guessed = Audit(
-        claimed=known.epsilon,
+        claimed=recipe.report.epsilon,
         delta=recipe.noisy.settings.delta,
         guesses=min(GUESSES, targets.coins.size),
-        scores=tuple(of_noisy[TESTED].ravel().tolist()),
+        scores=tuple(scores[TESTED].ravel().tolist()),
         coins=tuple(targets.coins.ravel().tolist()),
         events=events,
     )
     curve = type_two_errors(delta_curve(merged(events)), THINNING)
-    holds = as_likely(curve, len(guessed.coins), guessed.guesses, guessed.right)
-    plain_shadows, plain_targets = map(_stacked, halves(plain))
-    of_plain = scored(task, plain_targets.phi, plain_shadows.phi, plain_shadows.coins, owners)
-    itself = scored(task, recipe.attacked_run()[None], shadows.phi, shadows.coins, owners)
-    members = recipe.members
+    holds = as_likely(curve, targets.coins.size, guessed.guesses, guessed.right)
     contents = {
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),
-        "units": len(members),
+        "units": len(recipe.members),
         "bounds": [
             {"false_positive_rate": rate, "true_positive_rate": most}
             for rate, most in bounds.items()
         ],
-        "private": {name: figures(of, targets.coins) for name, of in of_noisy.items()},
-        "no_dp": {name: figures(of, plain_targets.coins) for name, of in of_plain.items()},
+        "private": {name: figures(of, targets.coins) for name, of in scores.items()},
+        "no_dp": {name: figures(of, plain_targets.coins) for name, of in plain_scores.items()},
         "guesses": guessed.guesses,
         "right": guessed.right,
         "holds": holds,
-        "of_the_run_itself": {
-            name: None if members.all() else auc(of[0], members) for name, of in itself.items()
-        },
+        "of_the_run_itself": _on_itself(recipe, shadows),
     }
-    return Attacked(folder_of(run) / FIGURES, bounds, holds), contents
+    return Attacked(folder_of(recipe.run) / FIGURES, bounds, holds), contents
+
+
+def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
+    """Return the AUC of each attack on the attacked run; None if nothing was out."""
+    members, scores = recipe.members, recipe.scored(recipe.attacked_run()[None], shadows)
+    if members.all():
+        return dict.fromkeys(scores)
+    return {name: auc(of[0], members) for name, of in scores.items()}
 
 
 def _stacked(runs: Sequence[ShadowRun]) -> ShadowRun:
     """Return several runs as one with a row for each."""
-    return ShadowRun(np.stack([of.coins for of in runs]), np.stack([of.phi for of in runs]))
-
-
-#: File of the figures, and those of runs that are done while an attack is not.
-FIGURES, LEFT = "attack.json", f"*.run{PART}"
-
-
-def _keep(where: Path, seal: str, name: tuple[bool, int], run: ShadowRun) -> None:
-    """Write a run that is done to a file that only its owner can read."""
-    noisy, number = name
-    content = safetensors.numpy.save(
-        {"coins": run.coins, "phi": run.phi},
-        {"report": seal, "noisy": str(int(noisy)), "number": str(number)},
-    )
-    file = where / f"{int(noisy)}-{number}.run{PART}"
-    write_atomically(file, content, PRIVATE_MODE)
-
-
-def _kept(where: Path, seal: str) -> Iterator[tuple[tuple[bool, int], ShadowRun]]:
-    """Yield the runs of an attack on this run that was stopped; damaged files are left out."""
-    for file in where.glob(LEFT):
-        with suppress(OSError, ValueError, KeyError, safetensors.SafetensorError):
-            with safetensors.safe_open(file, "numpy") as opened:
-                header = opened.metadata() or {}
-                values = {key: opened.get_tensor(key) for key in ("coins", "phi")}
-            if header["report"] == seal:
-                yield (header["noisy"] == "1", int(header["number"])), ShadowRun(**values)
-
-
-@contextmanager
-def _own_cache(needed: bool) -> Iterator[None]:
-    """Keep features that depend on ranges of one run in a folder that is deleted after it."""
-    if not needed:
-        yield
-        return
-    before = os.environ.get(CACHE)
-    with tempfile.TemporaryDirectory() as place:
-        os.environ[CACHE] = place
-        try:
-            yield
-        finally:
-            os.environ.pop(CACHE)
-            if before is not None:
-                os.environ[CACHE] = before
+    return ShadowRun(np.stack([run.coins for run in runs]), np.stack([run.phi for run in runs]))
 
 
 def _pooled(data: Dataset) -> Split:
@@ -372,7 +394,7 @@ def _pooled(data: Dataset) -> Split:
     train, test = data.train, data.test
     if test is None:
         return train
-    values = [of.x.read() if isinstance(of.x, Rows) else of.x for of in (train, test)]
+    values = [split.x.read() if isinstance(split.x, Rows) else split.x for split in (train, test)]
     unit = None
     if train.unit is not None and test.unit is not None:
         unit = np.concatenate([train.unit, test.unit])

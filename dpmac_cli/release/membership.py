@@ -8,13 +8,13 @@ RMIA: Zarifzadeh, Liu and Shokri 2024 (arXiv 2312.03262), offline. LiRA: Carlini
 (arXiv 2112.03570), online, with one variance for both sides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_expit, logsumexp
-from scipy.stats import beta
+from scipy.stats import binomtest
 
 from dpmac_cli.libraries import sklearn_metrics
 from dpmac_cli.tasks.regression import Regression
@@ -40,26 +40,30 @@ def confidences(task: Task, outputs: Floats, targets: NDArray[Any]) -> Floats:
     Of classes the log-odds of the true one; of a number minus the squared error.
 
     Args:
+        task: what is predicted.
         outputs: outputs of the network, shape (records, outputs).
         targets: as in :class:`~dpmac_cli.models.dataset.Split`.
     """
     if isinstance(task, Regression):
         squared: Floats = -np.square(outputs[:, 0] - targets[:, 0])
         return squared
-    places = np.arange(len(targets)), targets
+    true = np.arange(len(targets)), targets
     others = outputs.copy()
-    others[places] = -np.inf
-    found: Floats = outputs[places] - logsumexp(others, axis=1)
-    return found
+    others[true] = -np.inf
+    log_odds: Floats = outputs[true] - logsumexp(others, axis=1)
+    return log_odds
 
 
 def log_likelihoods(task: Task, phi: Floats, shadows: Floats) -> Floats:
-    """Return log p of targets, of classes their log-probability; shape of ``phi``."""
+    """Return log p of targets, of classes their log-probability; shape of ``phi``.
+
+    Of numbers it is that of a normal error, whose variance is the mean one of the shadow runs.
+    """
     if isinstance(task, Regression):
         scaled: Floats = phi / (-2 * shadows.mean())
         return scaled
-    found: Floats = log_expit(phi)
-    return found
+    log_p: Floats = log_expit(phi)
+    return log_p
 
 
 def rmia(log_p: Floats, log_shadows: Floats, coins: Bools) -> Floats:
@@ -67,7 +71,11 @@ def rmia(log_p: Floats, log_shadows: Floats, coins: Bools) -> Floats:
 
     Args:
         log_p: log-likelihoods of target runs.
-        log_shadows, coins: those of shadow runs, and whether each had the record.
+        log_shadows: log-likelihoods of shadow runs.
+        coins: whether each shadow run had the record.
+
+    Returns:
+        scores, shape of ``log_p``, each relative to the median of its run.
     """
     without = np.where(coins, 0.0, np.exp(log_shadows)).sum(0) / np.maximum((~coins).sum(0), 1)
     expected = 0.5 * ((1 + CLOSED) * without + 1 - CLOSED)
@@ -81,18 +89,25 @@ def lira(phi: Floats, shadows: Floats, coins: Bools) -> Floats:
 
     Args:
         phi: confidences of target runs.
-        shadows, coins: those of shadow runs, and whether each had the record.
+        shadows: confidences of shadow runs.
+        coins: whether each shadow run had the record.
+
+    Returns:
+        scores, shape of ``phi``.
     """
-    (with_it, spread_in), (without, spread_out) = (
-        _normal(shadows, side) for side in (coins, ~coins)
-    )
-    variance = (spread_in + spread_out) / 2
-    ratios: Floats = (phi - (with_it + without) / 2) * (with_it - without) / variance
+    mean_in, variance_in = _normal(shadows, coins)
+    mean_out, variance_out = _normal(shadows, ~coins)
+    variance = (variance_in + variance_out) / 2
+    middle = (mean_in + mean_out) / 2
+    ratios: Floats = (phi - middle) * (mean_in - mean_out) / variance
     return ratios
 
 
 def _normal(shadows: Floats, side: Bools) -> tuple[Floats, Floats]:
-    """Return mean and variance of each record over the runs on one side, shape (records,)."""
+    """Return mean and variance of each record over the runs on one side, shape (records,).
+
+    The variance leans on that of all records, because few shadow runs estimate it badly.
+    """
     count = side.sum(0)
     mean = np.where(side, shadows, 0).sum(0) / np.maximum(count, 1)
     squared = np.where(side, np.square(shadows - mean), 0).sum(0)
@@ -110,55 +125,46 @@ def figures(scores: Floats, coins: Bools) -> dict[str, Any]:
     """Return how well scores of target runs tell who was in, as JSON values.
 
     Thresholds are chosen on the first half of the runs, and rates measured on the others.
+
+    Args:
+        scores: scores, shape (runs, units).
+        coins: whether each unit was in.
     """
     half = len(scores) // 2
-    by_run = [auc(*of) for of in zip(scores, coins, strict=True)]
+    non_members = scores[:half][~coins[:half]]
+    by_run = [auc(scores[run], coins[run]) for run in range(len(scores))]
     return {
         "auc": auc(scores.ravel(), coins.ravel()),
         "auc_deviation": float(np.std(by_run)),
-        "rates": [
-            _rate(scores[half:], coins[half:], scores[:half][~coins[:half]], rate) for rate in RATES
-        ],
+        "rates": [_rate(scores[half:], coins[half:], non_members, rate) for rate in RATES],
     }
 
 
-def _rate(
-    scores: Floats, coins: Bools, others: Floats, rate: float
-) -> dict[str, float | list[float] | None]:
-    """Return the true positive rate at a threshold that others exceed at a rate."""
+def _rate(scores: Floats, coins: Bools, non_members: Floats, rate: float) -> dict[str, Any]:
+    """Return the true positive rate at a threshold, as JSON values.
+
+    Args:
+        scores, coins: scores of runs that the threshold does not depend on, and their coins.
+        non_members: scores of other runs, which exceed the threshold at ``rate``.
+        rate: false positive rate.
+    """
     members, rest = scores[coins], scores[~coins]
     if rate * len(rest) < LEAST_ALARMS:
         return {"false_positive_rate": rate, "true_positive_rate": None, "interval": None}
-    threshold = np.quantile(others, 1 - rate, method="higher")
+    threshold = np.quantile(non_members, 1 - rate, method="higher")
     alarms = int((members > threshold).sum())
+    interval = binomtest(alarms, len(members)).proportion_ci(LEVEL)  # Clopper-Pearson
     return {
         "false_positive_rate": rate,
         "measured_false_positive_rate": float((rest > threshold).mean()),
         "true_positive_rate": alarms / len(members),
-        "interval": list(interval(alarms, len(members))),
+        "interval": [float(interval.low), float(interval.high)],
     }
-
-
-def interval(count: int, of: int) -> tuple[float, float]:
-    """Return the Clopper-Pearson interval of a share."""
-    tail = (1 - LEVEL) / 2
-    low = 0.0 if count == 0 else float(beta.ppf(tail, count, of - count + 1))
-    high = 1.0 if count == of else float(beta.ppf(1 - tail, count + 1, of - count))
-    return low, high
 
 
 def by_unit(values: Floats, owners: NDArray[np.int64]) -> Floats:
     """Return the sum of the scores of each unit's records, shape (runs, units)."""
     return np.stack([np.bincount(owners, weights=row) for row in values])
-
-
-#: Attacks by their names: functions of a task, target runs, shadow runs and the coins of these.
-ATTACKS: Mapping[str, Callable[[Task, Floats, Floats, Bools], Floats]] = {
-    "rmia": lambda task, phi, shadows, coins: rmia(
-        log_likelihoods(task, phi, shadows), log_likelihoods(task, shadows, shadows), coins
-    ),
-    "lira": lambda task, phi, shadows, coins: lira(phi, shadows, coins),
-}
 
 
 def scored(
@@ -167,14 +173,16 @@ def scored(
     """Return the scores of units by each attack, shape (target runs, units).
 
     Args:
+        task: what is predicted.
         phi: confidences of target runs by record.
         shadows, coins: confidences of shadow runs by record, and coins by unit.
         owners: unit of each record.
     """
     of_records = coins[:, owners]
+    log_p, log_shadows = (log_likelihoods(task, of, shadows) for of in (phi, shadows))
     return {
-        name: by_unit(attack(task, phi, shadows, of_records), owners)
-        for name, attack in ATTACKS.items()
+        "rmia": by_unit(rmia(log_p, log_shadows, of_records), owners),
+        "lira": by_unit(lira(phi, shadows, of_records), owners),
     }
 
 

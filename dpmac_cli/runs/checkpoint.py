@@ -47,7 +47,17 @@ def path_in(run: Path) -> Path:
 
 
 def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Replace the checkpoint of a run. Raises OSError."""
+    """Replace the checkpoint of a run.
+
+    Args:
+        run: folder of the run.
+        tensors: tensors by name, on any device; see ``TrainState.tensors``.
+        record: everything else, as JSON values: the fields of :class:`.headers.Record`.
+
+    Raises:
+        OSError: the file cannot be written. The checkpoint before is unchanged.
+        ValueError: a number of the record is not finite.
+    """
     stored = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     sealed = {"version": VERSION, "sha256": digest(stored, record), "record": record}
     header = {CHECKPOINT_HEADER: json.dumps(sealed, allow_nan=False)}
@@ -56,7 +66,11 @@ def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) ->
 
 
 def read(run: Path) -> Checkpoint:
-    """Return the checkpoint of a run. Raises InputError if it is missing or damaged."""
+    """Return the checkpoint of a run, all of which has been compared with its checksum.
+
+    Raises:
+        InputError: it is missing, damaged, or of another format.
+    """
     why = f"{path_in(run)} is damaged"
     try:
         tensors, header = unpacked(path_in(run).read_bytes())

@@ -40,7 +40,11 @@ PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU pa
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
-    """Return the device of a name; "auto" is CUDA if available. Each rank uses its own GPU.
+    """Return the device of a name.
+
+    Args:
+        name: "cpu", "cuda", "cuda:1" or "auto", which is CUDA if it is available.
+        ranks: the processes of a run, each of which uses a GPU of its own.
 
     Raises:
         InputError: there is no such device.
@@ -67,7 +71,11 @@ def device_name(device: torch.device) -> str:
 def environment() -> dict[str, Any]:
     """Return what decides how this process rounds, which must be equal at every rank.
 
-    Values are JSON values.
+    A record's gradient is computed at some rank. If ranks rounded differently, another record,
+    which changes the places of all in a batch, would change more than its own row.
+
+    Returns:
+        versions, processor, threads and switches by their names, as JSON values.
     """
     names = sorted(name for name in os.environ if name.startswith(KERNEL_VARIABLES))
     return {
@@ -106,6 +114,7 @@ def facts() -> dict[str, Any]:
 
 @full_float32()
 def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the note on random places, if products of this dtype need them; None otherwise."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device, dtype)
@@ -121,7 +130,7 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
 def _processor() -> list[str]:
     """Return the processor's model and features."""
     if platform.system() == "Darwin":
-        asked = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
-        return [subprocess.run(asked, capture_output=True, check=False, text=True).stdout]  # noqa: S603
+        command = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+        return [subprocess.run(command, capture_output=True, check=False, text=True).stdout]  # noqa: S603
     lines = set(Path("/proc/cpuinfo").read_text(errors="replace").splitlines())
     return sorted(line for line in lines if line.startswith(PROCESSOR_LINES))

@@ -63,10 +63,17 @@ def checkpoints(run: Path) -> Path:
 
 
 def seal(where: Path, names: Iterable[str] = SEALED) -> None:
-    """Write SHA256SUMS for those of the given files that exist.
+    """Write SHA256SUMS for those of some files that exist.
 
     It is written last, and removed before any of them changes: a kill in between leaves files
-    without checksums, which are not those of a published run. Raises OSError.
+    without checksums, which are not those of a published run.
+
+    Args:
+        where: folder of the files.
+        names: their names.
+
+    Raises:
+        OSError: a file cannot be read, or the checksums not written.
     """
     there = [name for name in names if (where / name).exists()]
     text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
@@ -90,23 +97,29 @@ def _sum(file: Path) -> str:
 
 
 def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
-    """Return the path and content of a run's file, given the run's folder or the file itself.
+    """Return the path and content of a run's file.
 
-    Raises InputError with the reason. The message ends with ``wanted``, the remedy.
+    Args:
+        path: the run's folder, or the file itself.
+        name: name of the file.
+        wanted: what to use instead, the end of the message.
+
+    Raises:
+        InputError: the file is missing or cannot be read; with the reason.
     """
     file = path / name if path.is_dir() and path.name != name else path
     try:
         return file, file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as failure:
-        said = f"{path} does not exist. {wanted}"
+        message = f"{path} does not exist. {wanted}"
         if file.name == name and (file.parent / CONFIG).is_file():
-            said = (
+            message = (
                 f"The run in {file.parent} has not written its {name}: it is still training, or "
                 f"was stopped before. To resume it: {resume_command(file.parent)}"
             )
         elif path.exists():
-            said = f"{path} is not a run folder: it contains no {name}. {wanted}"
-        raise InputError(said) from failure
+            message = f"{path} is not a run folder: it contains no {name}. {wanted}"
+        raise InputError(message) from failure
     except IsADirectoryError as failure:
         raise InputError(f"{file} is a folder, not a file. {wanted}") from failure
     except OSError as failure:
@@ -264,7 +277,15 @@ def remove(run: Path) -> None:
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
-    """Reject a folder for a new run: a file, a run without ``force``, or other files."""
+    """Reject a folder for a new run: a file, a run without ``force``, or other files.
+
+    Args:
+        folder: the folder, which need not exist.
+        force: whether a run in it is replaced.
+
+    Raises:
+        InputError: the folder cannot be used, with what to use instead. Nothing is changed.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{{out=}}{folder} is a file. Use a folder.")
     if not folder.exists() or all(map(is_leftover, folder.iterdir())):
@@ -342,13 +363,18 @@ def check_run_folder(run: Path) -> None:
 
 
 def command(words: str, run: Path) -> str:
-    """Return a command on a run, with its user-supplied model, if it has one."""
-    own = ""
+    """Return a command on a run, with its user-supplied model, if it has one.
+
+    Args:
+        words: the command and its flags, such as "train --resume".
+        run: folder of the run.
+    """
+    flag = ""
     with contextlib.suppress(*BROKEN, AttributeError):
         model = settings(run)["model"]
         if isinstance(parse_model(model), UserModel) and model.isprintable():
-            own = f" --model {shlex.quote(model)}"
-    return f"dpmac {words} {shlex.quote(str(run))}{own}"
+            flag = f" --model {shlex.quote(model)}"
+    return f"dpmac {words} {shlex.quote(str(run))}{flag}"
 
 
 def resume_command(run: Path) -> str:

@@ -83,6 +83,8 @@ class MetricsLine(Part):
 
 
 class _State(Part):
+    """Numbers of the state of training: steps taken, and the optimizer's kappa*."""
+
     step: Steps
     kappa_star: Number
 

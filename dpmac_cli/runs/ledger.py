@@ -99,16 +99,16 @@ def read_ledger(run: Path) -> Account | None:
     """
     try:
         spent = files.checked((run / folder.CHECKPOINTS / FILE).read_bytes(), "spent")
-        kept = headers.Spent.model_validate_json(json.dumps(spent), strict=True)
+        record = headers.Spent.model_validate_json(json.dumps(spent), strict=True)
         account = Account(
-            earlier=tuple(done(event) for event in kept.earlier),
-            event=kept.event,
-            base=kept.base,
-            begun=kept.begun,
-            score=kept.score,
-            ranges=kept.histograms,
-            seeded=kept.seeded,
-            secure=kept.secure,
+            earlier=tuple(done(event) for event in record.earlier),
+            event=record.event,
+            base=record.base,
+            begun=record.begun,
+            score=record.score,
+            ranges=record.histograms,
+            seeded=record.seeded,
+            secure=record.secure,
         )
         if account.score is not None and counts_score(account.base, account.begun, account.end):
             account.others = (account.score,)
@@ -122,10 +122,16 @@ def begun_events(
 ) -> tuple[TrainingEvent, ...]:
     """Return the events of all that may have begun in a folder; () if there are none.
 
-    If ``whole``, the last part counts with all its planned steps, and a run that has not begun as
-    ``planned``. So does one whose ledger is missing or damaged.
+    Args:
+        run: the folder.
+        planned: events of the run that it is for. A run whose ledger is missing or damaged counts
+            as them.
+        whole: whether the last part counts with all its planned steps, and a run that has not begun
+            as ``planned``.
     """
-    if (found := read_ledger(run)) is not None:
-        return tuple(e for e in (found.all_planned if whole else found.events) if e.steps)
+    account = read_ledger(run)
+    if account is not None:
+        events = account.all_planned if whole else account.events
+        return tuple(event for event in events if event.steps)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return planned if begun else ()

@@ -48,11 +48,13 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
+        data: the records, or their features under the frozen part.
         uncounted: what counts records before the first step, and returns ``data``, which until then
             has the shapes of the records alone; None if nothing is counted.
-        own: whether the network is not built in, so that it may draw random numbers.
-        pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
-            user. private_notes: notes on the records, for the person who holds them.
+        user_supplied: whether the network is not built in, so that it may draw random numbers.
+        pretrained: SHA-256 of the file of public weights; None without.
+        notes: messages for the user.
+        private_notes: notes on the records, for the person who holds them.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
         built_by: call that built a user-supplied network, as code; its file may change later.
     """
@@ -61,7 +63,7 @@ class PreparedRun:
     trained: nn.Module
     data: Data
     uncounted: Uncounted | None = None
-    own: bool = True
+    user_supplied: bool = True
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()
@@ -107,9 +109,12 @@ def prepare(
             not build.
         ModelError: the model is not a torch module, or cannot be trained.
     """
-    passed_in = model is not None
-    model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})
-    own = passed_in or isinstance(plan.model, UserModel)
+    passed_in, origin = model is not None, dict[str, Any]()
+    if model is None:
+        model, origin = _build(plan, keys)
+    else:
+        model = _check_passed_in(plan, model)
+    user_supplied = passed_in or isinstance(plan.model, UserModel)
     model = model.to(device)
     parts = None if passed_in else cut_network(plan, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
@@ -120,33 +125,48 @@ def prepare(
         private_notes = checks.private_notes(plan, data.notes)
         data = on_device(data, device, plan.facts.records)
     data = data.computed_in(dtype_of(model))
-    trained, uncounted = model, None
-    inputs = None if parts is None else parts.frozen
-    if parts is not None and isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
-        uncounted = Uncounted(parts, data, plan)
-        data, trained = uncounted.shapes, parts.head
-    elif parts is not None:
-        # On a CPU, texts are encoded in batches that depend on their lengths.
-        on_texts = isinstance(plan.features, TextEncoder) and device.type == "cpu"
-        separate = isinstance(plan.features, OwnFeatures | TableColumns)
-        parts.separate = on_texts or separate
-        parts.own = own
-        data = featured(parts, data, settings_of_features(plan), cache_folder())
-        trained = parts.head
+    uncounted = None
+    if parts is not None:
+        parts.own = user_supplied
+        data, uncounted = _with_features(plan, parts, data)
     return PreparedRun(
         model=model,
-        trained=trained,
+        trained=model if parts is None else parts.head,
         data=data,
         uncounted=uncounted,
-        own=own,
+        user_supplied=user_supplied,
         private_notes=private_notes,
         start=_start_of(keys),
-        **said,
+        **origin,
     )
 
 
+def _with_features(plan: Plan, parts: FrozenFeatures, data: Data) -> tuple[Data, Uncounted | None]:
+    """Return the features of all records under the frozen part of a network.
+
+    If they need ranges that are counted, return their shapes, and what will count.
+    """
+    inputs = parts.frozen
+    if isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
+        uncounted = Uncounted(parts, data, plan)
+        return uncounted.shapes, uncounted
+    # On a CPU, texts are encoded in batches that depend on their lengths.
+    on_texts = isinstance(plan.features, TextEncoder) and not data.gain.is_cuda
+    parts.separate = on_texts or isinstance(plan.features, OwnFeatures | TableColumns)
+    return featured(parts, data, settings_of_features(plan), cache_folder()), None
+
+
 def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
-    """Load the data of a run onto a device; ``data`` if it was read. Raises InputError."""
+    """Load the data of a run onto a device.
+
+    Args:
+        plan: plan of the run.
+        device: device.
+        data: its records, if they were read; None to read them.
+
+    Raises:
+        InputError: the records cannot be read, or have changed since the plan was made.
+    """
     return on_device(data or read_again(plan), device, plan.facts.records)
 
 
@@ -155,20 +175,23 @@ def read_again(plan: Plan) -> Dataset:
     data, facts = read(plan.settings), plan.facts
     as_read = facts.records.model_copy(update={"standardised": True})
     if data.facts.public != replace(facts, records=as_read).public:
-        (now, now_tested), (before, tested) = (
-            (known.train_size, known.test_size) for known in (data.facts, facts)
-        )
+        before = f"{facts.train_size:,} + {facts.test_size:,}"
+        now = f"{data.facts.train_size:,} + {data.facts.test_size:,}"
         raise InputError(
-            f"{facts.typed} changed while it was being read ({before:,} + {tested:,} training and "
-            f"test records before, {now:,} + {now_tested:,} now). Run the command again once "
-            "nothing writes to it."
+            f"{facts.typed} changed while it was being read ({before} training and test records "
+            f"before, {now} now). Run the command again once nothing writes to it."
         )
     raise_errors(checks.tested_twice(plan.settings, facts, data.notes))
     return data
 
 
 def cut_network(plan: Plan, model: nn.Module) -> FrozenFeatures | None:
-    """Return the frozen part, which runs once per record, and the trained one, if it has both."""
+    """Return the frozen part, which runs once per record, and the trained one, if it has both.
+
+    Args:
+        plan: plan of the run.
+        model: its network, which is not changed.
+    """
     if isinstance(model, FrozenFeatures):
         return model
     return cut_before_head(model, plan.facts.records.shape) if _head_only(plan) else None
@@ -230,13 +253,15 @@ def _head_to_name(plan: Plan, model: nn.Module) -> nn.Linear | None:
     signal = plan.event.signal(plan.settings.batch_size / plan.facts.task.outputs)
     if plan.model != BuiltIn("linear") or signal >= SIGNAL:
         return None
-    return next(part for part in model.get_submodule("head").modules() if type(part) is nn.Linear)
+    linear = [part for part in model.get_submodule("head").modules() if type(part) is nn.Linear]
+    return linear[0]
 
 
 def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network of a plan, and load its public weights.
 
-    Also returns what :class:`PreparedRun` says of how it was built.
+    Returns:
+        the network, and the attributes of :class:`PreparedRun` on its origin, by their names.
     """
     named = plan.model
     signature = plan.facts.signature
@@ -250,13 +275,13 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
         isolated=plan.settings.isolate,
     )
     check_publishable(model)
-    said = dict[str, Any]()
+    origin = dict[str, Any]()
     if isinstance(named, UserModel):
         seen = build.seen_by_network(signature, plan.features)
-        said["built_by"] = build.built_by(named, seen)
+        origin["built_by"] = build.built_by(named, seen)
     if plan.starts_public:
-        weights, said["notes"] = _start(plan, model)
-        said["pretrained"] = weights.sha256
+        weights, origin["notes"] = _start(plan, model)
+        origin["pretrained"] = weights.sha256
         if plan.private:
             _check_public(weights, plan.facts)
     if plan.private and carried_by(model):
@@ -265,7 +290,7 @@ def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
             "not count that. To train a run further, use dpmac train --resume RUN --out NEW; in a "
             "program, make_private(network, ...) adds up the costs."
         )
-    return model, said
+    return model, origin
 
 
 def _start_of(keys: Keys) -> int:

@@ -25,6 +25,7 @@ class Resolved:
     """A validated plan, and notes for the user.
 
     Attributes:
+        plan: the plan, whose settings are complete.
         notes: probable mistakes in settings, which no private record decides; settings are in
             braces, as in an error.
         chosen: what the recipe chose, with reasons.
@@ -71,16 +72,16 @@ def resolve(
         BudgetError: no noise meets the target epsilon.
     """
     flags = {**values_of(settings), **keywords}
-    given = given_settings(flags, file)
-    if isinstance(given.dataset, str) and given.dataset in DATASETS:
-        facts, of_records = published_facts(given.dataset, given.unit), list[str]()
+    chosen = given_settings(flags, file)
+    if isinstance(chosen.dataset, str) and chosen.dataset in DATASETS:
+        facts, faults = published_facts(chosen.dataset, chosen.unit), list[str]()
     else:
-        data = data or _read(given)
-        facts, of_records = data.facts, [*checks.tested_twice(given, data.facts, data.notes)]
-    found = plan(given, facts, earlier=earlier, noise=noise, of_records=of_records)
+        data = data or _read(chosen)
+        facts, faults = data.facts, [*checks.tested_twice(chosen, data.facts, data.notes)]
+    planned = plan(chosen, facts, earlier=earlier, noise=noise, of_records=faults)
     typed = [name for name in SETTINGS if is_given(flags.get(name))]
-    notes = checks.notes(found, typed)
-    return Resolved(found, notes, tuple(recipe_notes(given, facts)), data)
+    notes = checks.notes(planned, typed)
+    return Resolved(planned, notes, tuple(recipe_notes(chosen, facts)), data)
 
 
 def _read(settings: Settings) -> "Dataset":
@@ -100,16 +101,16 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     Raises:
         InputError: lists every fault found.
     """
-    found, places = ({}, {}) if file is None else read_yaml(file)
+    recorded, places = ({}, {}) if file is None else read_yaml(file)
     above = {name: value for name, value in values.items() if is_given(value)}
-    below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
+    below = {
+        name: value
+        for name, value in recorded.items()
+        if name not in above and (name == "dataset" or GROUPS.get(name) == DATA)
+    }
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "
             "the path of a file of them, or pass them: load(run).score(data)."
         )
     return Settings.model_validate(over(above, below), context=places)
-
-
-def _of_data(name: str) -> bool:
-    return GROUPS.get(name) == DATA

@@ -31,7 +31,12 @@ PROGRESS_EVERY = 0.1
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done so far, reported a few times per second."""
+    """Steps done so far, reported a few times per second.
+
+    Attributes:
+        step: number of steps taken.
+        seconds: training time so far, without evaluation.
+    """
 
     step: int
     seconds: float
@@ -39,11 +44,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores on the test set after a step; ``result`` is None if no records are tested on."""
+    """Scores on the test set after a step.
+
+    Attributes:
+        step: number t of steps taken.
+        epoch: t / ceil(n/B).
+        seconds: training time so far, without evaluation.
+        result: the scores; None if no records are tested on.
+    """
 
     step: int
-    epoch: float  # t / ceil(n/B)
-    seconds: float  # training time so far, without evaluation
+    epoch: float
+    seconds: float
     result: Evaluation | PrivateScore | None
 
 
@@ -52,8 +64,11 @@ class Started:
     """A run is about to take its first step, or the first since it was resumed.
 
     Attributes:
+        plan: plan of the run.
+        folder: its folder.
         parameters: number d of trained parameters, and of all parameters.
-        done: steps taken before. steps: last step, limited by --max-epsilon.
+        done: steps taken before.
+        steps: last step, limited by --max-epsilon.
         notes: messages for the user.
         private_notes: notes on the records, for the person who holds them.
     """
@@ -100,7 +115,18 @@ class Update:
 class Session:
     """A run in training, at ``trainer.state.step`` after ``seconds`` of training.
 
-    ``weighed`` is where the weights of records come from, if they are a program's.
+    Attributes:
+        plan: plan of the run.
+        task: its network and data.
+        trainer: takes its steps.
+        where: its folder.
+        account: counts what has begun.
+        ranks: the processes of the run; None for one.
+        history: lines of metrics.jsonl so far.
+        seconds: training time so far, without evaluation, also before it was resumed.
+        notes: messages for the user.
+        scored: exact scores of the model as it is; None before, and for covered scores.
+        weighed: where the weights of records come from, if they are a program's.
     """
 
     plan: Plan
@@ -146,7 +172,17 @@ class Session:
         checkpoint.save(self.where, {**state.tensors(), **self.trainer.ranges}, record)
 
     def drive(self, stop: Callable[[], bool]) -> Iterator["SessionEvent"]:
-        """Train to the end, and write the files that are not published."""
+        """Train to the end, and write the files that are not published.
+
+        Args:
+            stop: called after every step; True ends the run early.
+
+        Yields:
+            that it starts, updates, and at the end the session itself.
+
+        Raises:
+            DivergedError: a parameter is no longer finite; metrics.jsonl says so.
+        """
         yield Started(
             plan=self.plan,
             folder=self.where,
@@ -271,13 +307,21 @@ class Session:
         files.write_atomically(self.where / folder.METRICS, lines.encode())
 
 
-def _as_record(found: NoisyHistogram | None) -> dict[str, Any] | None:
-    """Return a histogram as JSON values of a checkpoint."""
-    return None if found is None else {"counts": found.counts[0].tolist(), "noise": found.noise}
+def _as_record(histogram: NoisyHistogram | None) -> dict[str, Any] | None:
+    """Return a histogram as JSON values of a checkpoint; None without one."""
+    if histogram is None:
+        return None
+    return {"counts": histogram.counts[0].tolist(), "noise": histogram.noise}
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, Any]:
-    """Return a line of metrics.jsonl."""
+    """Return a line of metrics.jsonl.
+
+    Args:
+        evaluated: the scores.
+        epsilon: epsilon that is shown with them; infinite without privacy.
+        plan: plan of the run.
+    """
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,

@@ -48,25 +48,49 @@ NO_ROOM = (
 
 @dataclass(frozen=True)
 class Inherited:
-    """State at the beginning of a session.
+    """State at the beginning of a session; by default that of a new run.
 
     Attributes:
-        saved: the checkpoint; None for a new run.
-        earlier: accounts of all that was done to the records before.
-        base: step after which it begins.
-        target: epsilon that the run was calibrated for; None without, and in a new folder.
+        saved: checkpoint that it continues from; None for a new run.
+        account: account of the run as it was; None for a new run.
+        elsewhere: whether it continues in another folder, as a run with other settings.
         notes: messages for the user.
-        account: account of the run as it was; None for a run in a new folder.
         data: your own dataset, which was read for its plan; None to read it.
     """
 
     saved: checkpoint.Checkpoint | None = None
-    earlier: tuple[Account, ...] = ()
-    base: int = 0
-    target: float | None = None
-    notes: tuple[str, ...] = ()
     account: Account | None = None
+    elsewhere: bool = False
+    notes: tuple[str, ...] = ()
     data: Dataset | None = None
+
+    @property
+    def earlier(self) -> tuple[Account, ...]:
+        """Return the accounts of all that was done to the records before."""
+        return () if self.account is None else self.account.past
+
+    @property
+    def base(self) -> int:
+        """Return the step after which the session begins."""
+        return 0 if self.saved is None else self.saved.step
+
+    @property
+    def interrupted(self) -> Account | None:
+        """Return the account of the same run, which may count steps that were lost."""
+        return None if self.elsewhere else self.account
+
+    @property
+    def has_ranges(self) -> bool:
+        """Return whether the run has ranges of columns, which it does not pay for again."""
+        return self.saved is not None and bool(ranges_in(self.saved.tensors))
+
+    @property
+    def histogram(self) -> NoisyHistogram | None:
+        """Return the histogram that the same run has, which it does not pay for again."""
+        if self.saved is None or self.elsewhere or self.saved.record.histogram is None:
+            return None
+        stored = self.saved.record.histogram
+        return NoisyHistogram((np.array(stored.counts),), stored.noise)
 
 
 def new_run(
@@ -75,11 +99,13 @@ def new_run(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
-    """Train a new run up to its last step; see :func:`dpmac_cli.release.train.train`."""
+    """Train a new run up to its last step.
+
+    For arguments, errors and events see :func:`dpmac_cli.release.train.train_plan`.
+    """
     with torch_failures_explained():
         folder.check_place(plan)
-        before = Inherited(target=plan.settings.epsilon)
-        session = _session(plan, before, stop, data, ranks)
+        session = _session(plan, Inherited(), stop, data, ranks)
         yield from _first(session, stop)
 
 
@@ -105,19 +131,21 @@ def continued_run(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
-    """Resume a run up to its last step; see :func:`dpmac_cli.release.train.resume`."""
-    run, given = Path(run), dict(Settings.model_validate(flags).explicit)
-    elsewhere = given.get("out") is not None
+    """Resume a run up to its last step, in its folder or, with the setting ``out``, in another one.
+
+    For arguments, errors and events see :func:`dpmac_cli.release.train.resume`.
+    """
+    run, changes = Path(run), dict(Settings.model_validate(flags).explicit)
     folder.check_run_folder(run)
     with torch_failures_explained():
         with folder.locked(run):
-            plan, before = _continued(run, given, elsewhere=elsewhere)
+            plan, before = _continued(run, changes)
             session = _session(plan, before, stop, data or before.data, ranks)
-            if not elsewhere:
+            if not before.elsewhere:
                 session.account.record()
                 session.begin_files()
                 yield from session.drive(stop)
-        if elsewhere:
+        if before.elsewhere:
             yield from _first(session, stop)
 
 
@@ -128,6 +156,15 @@ def _session(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Session:
+    """Return the session of a run, ready for its first step, in a folder that is created.
+
+    Args:
+        plan: plan of the whole run.
+        before: what a resumed run has done.
+        stop: see :func:`dpmac_cli.release.train.train_plan`.
+        data: records of the plan, or data on the device; None to read them.
+        ranks: the processes of the run.
+    """
     device = choose_device(plan.settings.device, ranks)
     plan = plan.on(str(device))
     if ranks is None:
@@ -152,7 +189,7 @@ def _session(
         state = {name: t for name, t in saved.tensors.items() if not name.startswith(RANGES)}
         trainer.state.restore(state, dict(saved.record.state))
         trainer.restore_ranges(saved.tensors)
-        trainer.histogram = _histogram_of(before)
+        trainer.histogram = before.histogram
     ledger.run = where = folder.make_place(plan)
     if ranks is not None:
         brief_workers(ranks, plan, where, task, trainer, keys)
@@ -165,7 +202,7 @@ def _session(
         ranks=ranks,
         history=[] if saved is None else saved.record.lines,
         seconds=0.0 if saved is None else saved.record.seconds,
-        notes=(*before.notes, *_budget(plan, before, ledger), *task.notes, *trainer.notes),
+        notes=(*before.notes, *_on_budget(plan, before, ledger), *task.notes, *trainer.notes),
     )
 
 
@@ -186,40 +223,27 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         base=before.base,
         begun=before.base,
         score=plan.score,
-        ranges=() if _has_ranges(before) else plan.ranges,
-        histogram=None if _histogram_of(before) is not None else plan.histogram,
+        ranges=() if before.has_ranges else plan.ranges,
+        histogram=None if before.histogram is not None else plan.histogram,
         earlier=before.earlier,
-        target=before.target,
+        target=plan.settings.epsilon,
         **plan.of_account,
     )
     try:
         ledger.shorten()
     except BudgetError:
-        if before.account is None:
+        if before.interrupted is None:
             raise
         ledger.event = ledger.steps(0)
     ledger.leave_out_histogram()
     return ledger
 
 
-def _has_ranges(before: Inherited) -> bool:
-    """Return whether a run has the ranges of columns, which it does not pay for again."""
-    return before.saved is not None and bool(ranges_in(before.saved.tensors))
-
-
-def _histogram_of(before: Inherited) -> NoisyHistogram | None:
-    """Return the histogram that a run in its own folder has, which it does not pay for again."""
-    if before.saved is None or before.account is None or before.saved.record.histogram is None:
-        return None
-    kept = before.saved.record.histogram
-    return NoisyHistogram((np.array(kept.counts),), kept.noise)
-
-
-def _budget(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
+def _on_budget(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
     """Return notes on the budget that ends a run before its last step, and on lost steps."""
     unpaid = plan.histogram is not None and account.histogram is None
-    left_out = unpaid and _histogram_of(before) is None
-    return (*_limited(plan, account), *_lost(plan, before, account), *[NO_ROOM] * left_out)
+    left_out = (NO_ROOM,) if unpaid and before.histogram is None else ()
+    return (*_limited(plan, account), *_lost(plan, before.interrupted, account), *left_out)
 
 
 def _limited(plan: Plan, account: Account) -> tuple[str, ...]:
@@ -233,23 +257,34 @@ def _limited(plan: Plan, account: Account) -> tuple[str, ...]:
     return (f"{budget} allows {account.end:,} of {steps:,} steps.",)
 
 
-def _lost(plan: Plan, before: Inherited, account: Account) -> tuple[str, ...]:
-    """Return a note on the cost of an interruption; () if it cost nothing."""
-    event, delta, was = plan.event, plan.settings.delta, before.account
-    if was is None or not plan.private:
+def _lost(plan: Plan, interrupted: Account | None, account: Account) -> tuple[str, ...]:
+    """Return a note on the cost of an interruption; () if it cost nothing.
+
+    Args:
+        plan: plan of the whole run.
+        interrupted: account of the run before it was interrupted.
+        account: its account now.
+    """
+    event, delta = plan.event, plan.settings.delta
+    if interrupted is None or not plan.private:
         return ()
-    parts = (was.begun - was.base, event.steps - account.base, event.steps - was.base)
-    begun, rest, planned = (event.first(steps).compositions for steps in parts)
-    if (count := begun + rest - planned) == 0:
+    begun = event.first(interrupted.begun - interrupted.base).compositions
+    rest = event.first(event.steps - account.base).compositions
+    planned = event.first(event.steps - interrupted.base)
+    count = begun + rest - planned.compositions
+    if count == 0:
         return ()
-    of = event.compositions
-    what = "epochs" if event.sampling.once_an_epoch else "steps"
-    said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
+    units = "epochs" if event.sampling.once_an_epoch else "steps"
+    are = "is" if count == 1 else "are"
+    counted_twice = f"{count} of {event.compositions:,} {units} {are} counted twice"
     if account.end < event.steps:
-        return (f"{said}: training ends after step {account.end:,}, to stay within the budget.",)
-    whole = (*was.before, event.first(event.steps - was.base), *plan.counts)
-    old, new = total_epsilon(whole, delta), total_epsilon(account.planned, delta)
-    return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
+        return (
+            f"{counted_twice}: training ends after step {account.end:,}, to stay within the "
+            "budget.",
+        )
+    old = total_epsilon((*interrupted.before, planned, *plan.counts), delta)
+    new = total_epsilon(account.planned, delta)
+    return (f"{counted_twice}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 
 
 #: Settings that no resume can change, not even one into another folder. Costs of different units of
@@ -265,10 +300,20 @@ FIXED = (
 FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 
 
-def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple[Plan, Inherited]:
-    """Return the plan of a run that continues, and what it inherits. Raises InputError."""
+def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Plan, Inherited]:
+    """Return the plan of a run that continues, and what it inherits.
+
+    Args:
+        run: folder of the run.
+        changes: settings of the resume; with ``out``, it continues in another folder.
+
+    Raises:
+        InputError: there is no checkpoint, the run is finished, a file is damaged, or a setting
+            cannot change.
+    """
     saved, account = checkpoint.read(run), read_ledger(run)
-    recorded, step = saved.record.config, saved.step
+    recorded, step = by_setting(saved.record.config), saved.step
+    elsewhere = changes.get("out") is not None
     if saved.record.searched:
         raise InputError(
             f"{run} is a trial of a search, whose cost is not that of one run, so it cannot be "
@@ -282,9 +327,9 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
     # A ledger that was put back from a backup does not know the later parts of its run.
     if account is None or account.begun < step or len(account.before) < saved.record.parts:
         raise InputError(damaged)
-    _check_changes(run, by_setting(recorded), given, elsewhere=elsewhere)
-    _check_config(run, config_file(by_setting(recorded), account.event))
-    resolved = _with_noise_of(account.event, given, by_setting(recorded), elsewhere=elsewhere)
+    _check_changes(run, recorded, changes)
+    _check_config(run, config_file(recorded, account.event))
+    resolved = _with_noise_of(account.event, changes, recorded)
     plan = resolved.plan
     if plan.private != account.event.noisy:
         raise InputError(damaged)
@@ -293,9 +338,9 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
             f"{run} is an audit run, which cannot be resumed: an audit tests one guarantee with "
             "one set of canaries. Start a new run."
         )
+    inherited = Inherited(saved, account, elsewhere, resolved.notes, resolved.data)
     if elsewhere:
         _check_elsewhere(run, plan, step)
-        inherited = Inherited(saved, account.past, step, notes=resolved.notes, data=resolved.data)
         return plan, inherited
     if state_of(step, account, plan.event) != "interrupted" and folder.is_published(run):
         raise InputError(
@@ -303,36 +348,28 @@ def _continued(run: Path, given: Mapping[str, Any], *, elsewhere: bool) -> tuple
             f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "
             f"(N above {step // plan.event.steps_per_epoch})"
         )
-    target = plan.settings.epsilon
-    inherited = Inherited(saved, account.past, step, target, resolved.notes, account, resolved.data)
     return plan.placed(run), inherited
 
 
 def _with_noise_of(
-    event: TrainingEvent,
-    given: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    *,
-    elsewhere: bool,
+    event: TrainingEvent, changes: Mapping[str, Any], recorded: Mapping[str, Any]
 ) -> Resolved:
     """Return the plan of a run that continues, with the noise of its event as it began.
 
     A resumed run keeps to the epsilon that it was calibrated for. In another folder it may have
     other steps, so it has that noise, or another that is given, and no target.
     """
-    if not elsewhere:
-        return resolve(given, recorded, noise=event)
-    return resolve(given, with_noise(recorded, event))
+    if changes.get("out") is None:
+        return resolve(changes, recorded, noise=event)
+    return resolve(changes, with_noise(recorded, event))
 
 
-def _check_changes(
-    run: Path, before: Mapping[str, Any], given: Mapping[str, Any], *, elsewhere: bool
-) -> None:
+def _check_changes(run: Path, before: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Reject settings that this resume cannot change.
 
     ``before`` are the settings of the run. Your own data and model may be in other places.
     """
-    source, dataset, model = before["dataset"], given.get("dataset"), given.get("model")
+    source, dataset, model = before["dataset"], changes.get("dataset"), changes.get("model")
     moved = set[str]()
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
@@ -340,7 +377,8 @@ def _check_changes(
             if source.startswith("<"):
                 remedy = "It was in memory: resume it in a program, resume(folder, dataset=...)."
             raise InputError(f"The run's data {source} was not found. {remedy}")
-        moved |= {"dataset"} if dataset not in DATASETS else set()
+        if dataset not in DATASETS:
+            moved.add("dataset")
     if isinstance(parse_model(before["model"]), UserModel):
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(
@@ -348,18 +386,24 @@ def _check_changes(
                 f"a file refers to. If you trust it: {folder.resume_command(run)}"
             )
         moved.add("model")
-    others = [n for n in given if n not in moved and str(given[n]) != str(before.get(n))]
-    if refused := [n for n in others if (n in FIXED if elsewhere else n not in FREE)]:
-        named = [f"{{{name}}}" for name in refused]
-        remedy = "Start a new run to change it."
-        if not {*refused} & {*FIXED}:
-            changes = [
-                as_flags(f"{{{name}}}" if given[name] is True else f"{{{name}=}}{given[name]}")
-                for name in refused
-            ]
-            elsewhere_command = folder.resume_elsewhere_command(run, changes)
-            remedy = f"To train with other settings: {elsewhere_command}"
-        raise InputError(f"{' and '.join(named)} cannot change in a resume. {remedy}")
+    others = [n for n in changes if n not in moved and str(changes[n]) != str(before.get(n))]
+    if changes.get("out") is None:
+        refused = [n for n in others if n not in FREE]
+    else:
+        refused = [n for n in others if n in FIXED]
+    if not refused:
+        return
+    remedy = "Start a new run to change it."
+    if not {*refused} & {*FIXED}:
+        flags = [as_flags(_as_typed(name, changes[name])) for name in refused]
+        remedy = f"To train with other settings: {folder.resume_elsewhere_command(run, flags)}"
+    named = " and ".join(f"{{{name}}}" for name in refused)
+    raise InputError(f"{named} cannot change in a resume. {remedy}")
+
+
+def _as_typed(name: str, value: object) -> str:
+    """Return a setting with its value as in a message."""
+    return f"{{{name}}}" if value is True else f"{{{name}=}}{value}"
 
 
 def _check_config(run: Path, written: str) -> None:

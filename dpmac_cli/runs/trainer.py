@@ -65,12 +65,14 @@ class Trainer(Step):
     @property
     def task(self) -> Task:
         """Return the task, calibrated and at its operating point once the histogram is there."""
-        task, found, asked = self.data.task, self.histogram, self.plan.settings.threshold
-        if found is not None:
-            task = task.calibrated(found.counts[0], found.noise, self.data.train.size)
-        if asked is None or (found is None and needs_histogram(asked)):
+        task, histogram, threshold = self.data.task, self.histogram, self.plan.settings.threshold
+        if histogram is not None:
+            task = task.calibrated(histogram.counts[0], histogram.noise, self.data.train.size)
+        if threshold is None:
             return task
-        return task.at(asked)
+        if histogram is None and needs_histogram(threshold):
+            return task
+        return task.at(threshold)
 
     def step(self) -> None:
         """Take a step, the first one after what is counted before it."""
@@ -101,23 +103,26 @@ class Trainer(Step):
         """Return the ranges and ranks that were counted, by name; {} if there are none."""
         if self.uncounted is not None or self._inputs is None:
             return {}
-        found = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
+        tensors = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
         task = self.data.task
         if self.plan.facts.task.open and isinstance(task, Regression):
-            found[f"{RANGES}{TARGET}"] = torch.tensor([task.low, task.high], dtype=torch.float64)
-        return found
+            ends = torch.tensor([task.low, task.high], dtype=torch.float64)
+            tensors[f"{RANGES}{TARGET}"] = ends
+        return tensors
 
     def restore_ranges(self, tensors: Mapping[str, Tensor]) -> None:
         """Take ranges that were counted and paid for before, from the tensors of a checkpoint."""
-        if self.uncounted is not None and (kept := ranges_in(tensors)):
-            records, _ = self.uncounted
-            target, task = kept.pop(TARGET, None), records.data.task
-            if target is not None and isinstance(task, Regression):
-                low, high = target.tolist()
-                task = replace(task, low=low, high=high)
-            records.inputs.load_state_dict(kept)
-            self.sums.data = records.prepared(task)
-            self.uncounted = None
+        ranges = ranges_in(tensors)
+        if self.uncounted is None or not ranges:
+            return
+        records, _ = self.uncounted
+        target, task = ranges.pop(TARGET, None), records.data.task
+        if target is not None and isinstance(task, Regression):
+            low, high = target.tolist()
+            task = replace(task, low=low, high=high)
+        records.inputs.load_state_dict(ranges)
+        self.sums.data = records.prepared(task)
+        self.uncounted = None
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
@@ -126,12 +131,12 @@ class Trainer(Step):
         if average is None:
             yield self.model
             return
-        kept = theta.clone()
+        last = theta.clone()
         theta.copy_(average)
         try:
             yield self.model
         finally:
-            theta.copy_(kept)
+            theta.copy_(last)
 
     def evaluate(self, *, covered: bool = False) -> Evaluation:
         """Score the published model on every test record.
@@ -219,19 +224,21 @@ def make_trainer(
     count = places_of(plan.event, plan.places, ranks.size)
     places = RandomPlaces(keys.layers, count, ranks.rank)
     # Built-in networks use no random numbers in their forward pass; others may.
-    drawn = task.own or settings.augment is not None or plan.facts.unit
+    drawn = task.user_supplied or settings.augment is not None or plan.facts.unit
     layers = LayerDraws(keys.layers, ranks.rank) if drawn else None
     with full_float32():
         sums = DataSum(
             task.trained, task.data, plan, settings.batch_size, layers, places, loss, weigh
         )
+        sampler = _sampler(plan, keys, task.data.train.size) if ranks.leads else None
+        noise = Noise(keys.noise, secure=settings.secure) if ranks.leads else None
         trainer = Trainer(
             sums,
             plan=plan,
             steps=account.end,
             mechanism=mechanism_of(plan),
-            sampler=_sampler(plan, keys, task.data.train.size) if ranks.leads else None,
-            noise=Noise(keys.noise, secure=settings.secure) if ranks.leads else None,
+            sampler=sampler,
+            noise=noise,
             account=account,
             ranks=ranks,
         )
@@ -250,11 +257,12 @@ def _check_size(plan: Plan, data: Data) -> None:
     Each crafted record of an audit has a place, and those that are in are among the records.
     """
     facts, (train, test) = plan.facts, data.sizes
-    made = (0, 0)
+    places = added = 0
     if data.crafted is not None:
-        made = (len(data.crafted.coins), int(data.crafted.coins.sum()))
-    expected = (plan.settings.canaries or 0, facts.train_size + made[1])
-    if (made[0], train) != expected or (plan.settings.cover_scores and test != facts.test_size):
+        places, added = len(data.crafted.coins), int(data.crafted.coins.sum())
+    expected = (plan.settings.canaries or 0, facts.train_size + added)
+    tested_otherwise = plan.settings.cover_scores and test != facts.test_size
+    if (places, train) != expected or tested_otherwise:
         raise InputError(
             f"data has {train:,} training and {test:,} test records or units, but epsilon was "
             f"computed for the {facts.train_size:,} and {facts.test_size:,} of "

@@ -1,7 +1,8 @@
 """Records of a table before their first step: ranges that are not declared follow from counts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,11 +40,13 @@ class Uncounted:
         network: the whole network, whose inputs need the ranges.
         data: the rows.
         plan: plan of the run, which has the events.
+        cache: folder of the inputs, which depend on the ranges of this run.
     """
 
     network: FrozenFeatures
     data: Data
     plan: Plan
+    cache: Path = field(default_factory=cache_folder)
 
     @property
     def inputs(self) -> TableInputs:
@@ -70,10 +73,10 @@ class Uncounted:
             noise: fresh random numbers, used only here.
             begin: called with each event before records are read for it.
         """
-        split, events = self.data.train, [*self.plan.ranges]
+        split, task, events = self.data.train, self.data.task, [*self.plan.ranges]
         owners = None if split.units is None else split.units.owners
 
-        def found(values: Floats) -> tuple[Distribution, ...]:
+        def distributions_of(values: Floats) -> tuple[Distribution, ...]:
             if not self.plan.private:
                 return exact_distributions(values)
             rounds = [events.pop(0) for _ in range(ROUNDS)]
@@ -81,18 +84,18 @@ class Uncounted:
 
         if self.inputs.counted:
             numbers = self.inputs.values(self.data.standardised(split.images))
-            self.inputs.adopt(found(numbers.cpu().numpy()))
-        task = self.data.task
+            self.inputs.adopt(distributions_of(numbers.cpu().numpy()))
         if task.open:
-            [range_of] = found(split.labels.cpu().numpy().astype(np.float64))
-            task = self._task_in(*target_range(range_of), events, noise, begin)
+            [distribution] = distributions_of(split.labels.cpu().numpy().astype(np.float64))
+            low, high = target_range(distribution)
+            task = self._task_in(low, high, events, noise, begin)
         return self.prepared(task)
 
     def prepared(self, task: Task) -> Data:
         """Return the inputs of all rows under the ranges that there are, and targets of a task."""
         self.network.separate = True
         known = self.data.predicting(task)
-        return featured(self.network, known, settings_of_features(self.plan), cache_folder())
+        return featured(self.network, known, settings_of_features(self.plan), self.cache)
 
     def _task_in(
         self,
@@ -102,7 +105,13 @@ class Uncounted:
         noise: SeededNormals,
         begin: Callable[[TrainingEvent], None],
     ) -> Task:
-        """Return the task of numbers in a range, of which what is far from the mean is cut."""
+        """Return the task of numbers in a range, of which what is far from the mean is cut.
+
+        Args:
+            low, high: range of the numbers to predict.
+            events: the event of their mean and deviation; empty without privacy.
+            noise, begin: see :meth:`counted`.
+        """
         split, task = self.data.train, self.data.task
         targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
         owners = None if split.units is None else split.units.owners

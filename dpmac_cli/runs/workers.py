@@ -31,8 +31,14 @@ def brief_workers(
 ) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets.
 
-    Of the keys, they get those of layers and of the initial weights. Raises InputError if ranks
-    have other records, or compute otherwise.
+    Args:
+        ranks: the processes of the run, of which this is the first.
+        plan: plan of the run, and ``folder`` its folder.
+        task, trainer: its network, data and state.
+        keys: keys, of which the others get those of layers and of the initial weights.
+
+    Raises:
+        InputError: ranks have other records, or compute otherwise.
     """
     brief = {
         "config": by_flag(plan.recorded),
@@ -49,33 +55,37 @@ def brief_workers(
 def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     """Receive the run from rank 0, and work on it until rank 0 ends it.
 
-    ``local`` has the settings of this machine, ``data_dir`` and ``device``. Raises DpmacError if
-    this rank or another one cannot continue.
+    Args:
+        ranks: the processes of the run.
+        local: settings of this machine, ``data_dir`` and ``device``.
+
+    Raises:
+        DpmacError: this rank or another one cannot continue.
     """
-    said = None
+    brief = None
     try:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
-            said = ranks.brief()
-            event = TrainingEvent(**said["event"])
-            resolved = resolve(local, by_setting(said["config"]), noise=event)
+            brief = ranks.brief()
+            event = TrainingEvent(**brief["event"])
+            resolved = resolve(local, by_setting(brief["config"]), noise=event)
             plan = resolved.plan
-            init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
-            keys = Keys(init=init, layers=layers)
-            task = prepare(plan, choose_device(plan.settings.device, ranks), keys, resolved.data)
-            account = Account(event=plan.event.first(said["steps"]))  # rank 0 has the ledger
+            keys = Keys(**{name: bytes.fromhex(key) for name, key in brief["keys"].items()})
+            device = choose_device(plan.settings.device, ranks)
+            task = prepare(plan, device, keys, resolved.data)
+            account = Account(event=plan.event.first(brief["steps"]))  # rank 0 has the ledger
             trainer = make_trainer(plan, task, keys, account, ranks=ranks)
             _agree(ranks, plan, task, trainer)
-            trainer.state.go_to(said["numbers"])
+            trainer.state.go_to(brief["numbers"])
             while True:
                 trainer.step()
     except DismissedError:
         return
     except RunError as failure:
-        if said is None:
+        if brief is None:
             raise
-        way = f"To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
-        raise RunError([f"{error} {way}" for error in failure.errors]) from failure
+        remedy = f"To resume from the last checkpoint: {resume_command(Path(brief['folder']))}"
+        raise RunError([f"{error} {remedy}" for error in failure.errors]) from failure
 
 
 def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> None:
@@ -83,15 +93,15 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
 
     Ranks that may round differently are rejected too.
     """
-    kept = task.model.state_dict(keep_vars=True).items()
-    values = {name: t.detach().cpu() for name, t in kept if not t.requires_grad}
+    tensors = task.model.state_dict(keep_vars=True).items()
+    frozen = {name: t.detach().cpu() for name, t in tensors if not t.requires_grad}
     compared = {
         "records": _records(plan, task.data),
-        "network": digest(values, {}),
+        "network": digest(frozen, {}),
         "device": device_name(trainer.state.theta.device),
         **environment(),
     }
-    sums = [int(sha256(str(of).encode()).hexdigest()[:15], 16) for of in compared.values()]
+    sums = [int(sha256(str(value).encode()).hexdigest()[:15], 16) for value in compared.values()]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(compared, same, strict=True) if not alike]
     if others:

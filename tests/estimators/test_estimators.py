@@ -1,6 +1,7 @@
 """Fits on numbers, images, texts and frames, and what is refused."""
 
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_a_fit_says_what_it_guarantees() -> None:
     assert math.isinf(baseline.epsilon_)
 
 
+@pytest.mark.promise("estimators")
 def test_classes_that_are_found_in_the_labels_are_said_to_be() -> None:
     found, declared = (classifier(**more).fit(X, Y) for more in ({}, {"classes": ["low", "high"]}))
     assert found.report_["data"]["taken_from_records"] == ["classes"]
@@ -131,8 +133,53 @@ def test_a_message_about_words_or_bounds_quotes_no_cell() -> None:
     with pytest.raises(InputError, match="Columns of words: job"):
         PrivateClassifier(bounds=(0, 1)).fit(frame(), Y)
     for bounds in (16, "ab", (1, 2, 3)):
-        with pytest.raises(InputError, match="must be two"):
+        with pytest.raises(InputError, match=r"must be two.*one for each of the 4 columns"):
             classifier(bounds=bounds).fit(X, Y)
+    for bounds in ([[0, 0], [1, 1]], [[0, 0], [1, 1, 1, 1]], [0, [[1], [1]]]):
+        with pytest.raises(InputError, match="numbers for 4 columns"):
+            classifier(bounds=bounds).fit(X, Y)
+
+
+def test_missing_values_are_refused_with_what_to_use_instead() -> None:
+    """The message of scikit-learn suggests imputers, of which most learn from the records."""
+    fitted = classifier().fit(X, Y)
+    for missing in (math.nan, math.inf):
+        gaps = X.copy()
+        gaps[0, 0] = missing
+        for use in (
+            lambda gaps=gaps: classifier().fit(gaps, Y),
+            lambda gaps=gaps: fitted.predict(gaps),
+        ):
+            with pytest.raises(ValueError, match=r"NaN or infinity.*strategy='constant'"):
+                use()
+
+
+@pytest.mark.promise("estimators")
+def test_a_fitted_estimator_has_the_published_files_and_no_record() -> None:
+    x = np.random.default_rng(3).uniform(-4, 4, (RECORDS, 4))
+    pickled = pickle.dumps(classifier().fit(x, Y))
+    assert x.tobytes() not in pickled
+    for column in (x, x.astype(np.float32)):
+        assert column[0].tobytes() not in pickled
+    assert Y.tobytes() not in pickled
+
+
+class Counter:
+    """Something that counts fits, and is no budget."""
+
+    def begin(self, *_: Any) -> None:
+        """Count nothing."""
+
+
+@pytest.mark.promise("estimators")
+def test_messages_are_python() -> None:
+    with pytest.raises(InputError, match="is not a Budget, which counts all fits"):
+        classifier(budget=Counter()).fit(X, Y)
+    with pytest.raises(InputError, match=r"budget=Budget\(epsilon=3, delta=1e-5\)"):
+        classifier(budget=3).fit(X, Y)
+    for shares in (None, {"high": 1.0}):
+        with pytest.raises(InputError, match=r'shares={"rare": 0\.06, "frequent": 0\.94}'):
+            classifier(class_weight="balanced", shares=shares).fit(X, Y)
 
 
 def test_the_range_of_a_frame_s_target_is_found_within_epsilon() -> None:
@@ -142,6 +189,7 @@ def test_the_range_of_a_frame_s_target_is_found_within_epsilon() -> None:
     assert fitted.epsilon_ <= 50
 
 
+@pytest.mark.promise("estimators")
 def test_a_unit_protects_all_of_its_records() -> None:
     unit = np.arange(RECORDS) // 4
     fitted = classifier().fit(X, Y, unit=unit)
@@ -175,6 +223,7 @@ def test_a_threshold_decides() -> None:
     assert (fitted.predict(X) == "high").mean() > 0.5
 
 
+@pytest.mark.promise("estimators")
 def test_what_cannot_be_private_is_refused_with_a_reason() -> None:
     with pytest.raises(TypeError, match="sample_weight is not supported: weights that are comp"):
         classifier().fit(X, Y, sample_weight=np.ones(RECORDS))
@@ -203,6 +252,11 @@ def test_a_saved_fit_is_a_run_like_any_other(tmp_path: Path) -> None:
     assert "test accuracy" not in card
     with pytest.raises(InputError, match="already contains a run"):
         fitted.save(tmp_path / "run")
+    other = classifier().fit(X, Y)
+    other.save(tmp_path / "run", force=True)
+    assert load(tmp_path / "run").predict(X).probabilities == pytest.approx(
+        other.predict_proba(X).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("name", ["Budget", "statement"])

@@ -1,8 +1,6 @@
 """A silo in Flower: a real simulation, and what a failure says. Needs the extra ``flower``."""
 
-import dataclasses
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 
 from dpmac_cli import Account, total_epsilon
-from dpmac_cli.silo.rounds import PROBLEMS
 from dpmac_cli.silo.silo import LOCKED, REFUSED, SiloError
-from tests.silo.hospital import ask, silo, start
+from tests.silo.hospital import silo
 
 flwr = pytest.importorskip("flwr", reason="needs dpmac[flower]")
 
@@ -40,32 +37,6 @@ def test_no_failure_of_a_client_leaves_the_node(tmp_path: Path) -> None:
         assert failure.value.__context__ is failure.value.__cause__ is None
     with silo(tmp_path / "silo"), pytest.raises(SiloError, match=LOCKED):
         answer(lambda _: silo(tmp_path / "silo"), message, context)
-
-
-@pytest.mark.promise("silo")
-def test_a_folder_that_was_deleted_is_noticed_by_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new one has another name, by which the server has seen nothing."""
-    from flwr.serverapp.strategy import FedAvg  # noqa: PLC0415
-
-    from dpmac_cli.silo.flower import SiloAvg, answer  # noqa: PLC0415
-
-    monkeypatch.setattr(FedAvg, "configure_train", lambda _, number, arrays, config, grid: config)
-    monkeypatch.setattr(FedAvg, "aggregate_train", lambda *_: (None, None))
-    server: Any = SiloAvg()
-    claim = dataclasses.asdict(ask(tmp_path / "silo", 1).claim)
-    sender = SimpleNamespace(src_node_id=5)
-    reply = SimpleNamespace(has_content=lambda: True, content={"claim": claim}, metadata=sender)
-    server.aggregate_train(1, [reply])
-    config = server.configure_train(2, None, {"server-round": 2}, None)
-    shutil.rmtree(tmp_path / "silo")
-    weights = SimpleNamespace(to_torch_state_dict=start)
-    message = SimpleNamespace(content={"arrays": weights, "config": config})
-    with pytest.raises(SiloError) as failure:
-        answer(lambda _: silo(tmp_path / "silo"), message, SimpleNamespace(run_id=7, node_id=5))
-    assert str(failure.value) == REFUSED
-    assert "The server has seen 3 steps" in (tmp_path / "silo" / PROBLEMS).read_text()
 
 
 @pytest.mark.long
