@@ -149,6 +149,7 @@ class Silo:
             "parameters": {name: list(p.shape) for name, p in _parameters(network).items()},
         }
         self._lock: FileLock | None = None
+        self._answered: _Step | None = None
 
     def __enter__(self) -> Self:
         """Lock the folder, and read its account.
@@ -179,6 +180,7 @@ class Silo:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+            self._answered = None
 
     @property
     def name(self) -> str:
@@ -239,6 +241,7 @@ class Silo:
         if entry.sent is not None:
             return self._again(entry.sent)
         step = self._resumed(given)
+        self._answered = None  # until this round is
         step.reserve(self._steps)  # on disk, before a record is read
         kept.begun = account.count
         kept.write(self.folder)
@@ -252,10 +255,18 @@ class Silo:
         self._write(REPLY, reply.weights, {"claim": asdict(reply.claim)})
         entry.sent = digest(reply.weights, {})
         kept.write(self.folder)
+        self._answered = step
         return reply
 
     def _resumed(self, given: Mapping[str, Tensor]) -> "_Step":
-        """Return a training with the state of the last round, on the weights of the server."""
+        """Return a training with the state of the last round, on the weights of the server.
+
+        The training that answered it in this process goes on, with keys that no other process has.
+        After a round that failed, or in another process, its state is read, and keys are new.
+        """
+        if self._answered is not None:
+            _assign(self._answered.model, given)
+            return self._answered
         network = copy.deepcopy(self._network)
         _assign(network, given)
         step = self._step(network, sigma=self._rounds.sigma, account=self._account)
