@@ -226,3 +226,20 @@ def merged(
         of_epochs = kind.steps_per_epoch if counted == "compositions" else 1
         counts[kind] = counts.get(kind, 0) + getattr(event, counted) * of_epochs
     return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)
+
+
+def without(
+    events: Iterable[TrainingEvent], others: Iterable[TrainingEvent]
+) -> tuple[TrainingEvent, ...]:
+    """Return events without others, each of which takes away one of those that equal it."""
+    remaining = list(events)
+    for event in others:
+        if event in remaining:
+            remaining.remove(event)
+    return tuple(remaining)
+
+
+def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> bool:
+    """Return whether there are at least as many steps of each mechanism as in other events."""
+    counts = {replace(event, steps=0): event.steps for event in merged(more)}
+    return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))

@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 from torch import nn
 
-from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.account import RECORD_UNIT, Account
+from dpmac_cli.errors import ModelError
 
 #: Name of the attribute of modules and parameters that holds their accounts.
 CARRIED = "_dpmac_accounts"
@@ -155,3 +156,26 @@ def _attributes(holder: Any, names: Iterable[str]) -> Iterator[Any]:
 def _is_installed(file: str | None) -> bool:
     """Return whether a file is of an installed package or of Python; a built-in has none."""
     return file is None or file.startswith(PACKAGES)
+
+
+def check_composable(earlier: Sequence[Account], unit: tuple[str, str] = RECORD_UNIT) -> None:
+    """Raise ModelError if the cost of earlier accounts cannot be added to that of a new one."""
+    if any(not account.private for account in earlier):
+        raise ModelError(
+            "The network was trained without privacy before (no_dp), so no noise covers what its "
+            "weights reveal of those records. Start from weights that are public, or that were "
+            "trained privately."
+        )
+    if any(account.searched for account in earlier):
+        raise ModelError(
+            "The network is the result of a search (dpmac tune), whose cost cannot be added to "
+            "that of a training. Use it as it is, or start from a network that was not trained on "
+            "these records."
+        )
+    others = sorted({account.unit[0] for account in earlier if account.unit != unit})
+    if others:
+        raise ModelError(
+            f"The network was trained privately before, and one {others[0]} was protected. Now it "
+            f"is one {unit[0]}, and costs of different units cannot be added. Use the same unit, "
+            "or start from a network that was not trained on these records."
+        )

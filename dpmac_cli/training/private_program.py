@@ -172,10 +172,11 @@ class PrivateProgram(Unshared):
             self._step.plan = self._plan
 
     def _check_budget(self) -> None:
-        """Raise BudgetError if all steps have begun; InputError in one of several processes.
+        """Raise BudgetError if all steps have begun; InputError in another or several processes.
 
         Raises ModelError if the network, or one that a step reads, had steps that are not counted.
         """
+        self.check_process()
         check_single_process()
         self._account.check_counted(accounts_of(self._held))
         if not self._account.remaining:
