@@ -69,16 +69,16 @@ class Federation:
     @property
     def statement(self) -> str:
         """Return the guarantee in plain sentences."""
-        costs = "; ".join(
+        costs = [
             f"silo {number}: epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}, for "
             f"one {claim.unit}"
             for number, (claim, _) in enumerate(self.silos, 1)
-        )
+        ]
         return (
             "Each silo's records are protected by that silo's own noise, whoever runs the server. "
             "What a silo sent in all rounds is seen by the server and, averaged, by every other "
             "silo and by whoever gets the model. It is differentially private with the silo's own "
-            f"epsilon and delta: {costs}. {self._persons} {NOT_COVERED}"
+            f"epsilon and delta: {'; '.join(costs)}. {self._persons} {NOT_COVERED}"
         )
 
     @property
@@ -126,19 +126,21 @@ def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = 
     Raises InputError without a claim, or if a silo's steps did not rise from round to round: its
     account was replaced.
     """
-    silos: dict[str, list[Claim]] = {}
+    by_silo: dict[str, list[Claim]] = {}
     for claim in claims:
-        known = silos.setdefault(claim.silo, [])
+        known = by_silo.setdefault(claim.silo, [])
         if claim not in known:  # a reply that was sent again
             known.append(claim)
-    if not silos:
+    if not by_silo:
         raise InputError("A federation has at least one claim of a silo.")
     raise_errors(
         f"The claims of silo {name} do not belong to one account: each round begins more steps."
-        for name, every in silos.items()
-        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(every))
+        for name, rounds in by_silo.items()
+        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(rounds))
     )
-    last = (
-        (every[-1], every[-1].begun // every[-1].steps - len(every)) for every in silos.values()
-    )
-    return Federation(tuple(last), server, aggregation)
+    silos = []
+    for rounds in by_silo.values():
+        last = rounds[-1]
+        lost = last.begun // last.steps - len(rounds)
+        silos.append((last, lost))
+    return Federation(tuple(silos), server, aggregation)
