@@ -52,7 +52,7 @@ LEARNING_RATE, BETA1, BETA2, GAMMA = 0.01, 0.9, 0.999, 1e-8
 
 @dataclass(frozen=True)
 class Way:
-    """How silos train.
+    """Training of a federation: what silos and the server do in each round.
 
     Attributes:
         power: power of the number of silos that multiplies the learning rate.

@@ -1,12 +1,14 @@
 """Rounds of a silo, kept on disk beside its account. Imports no torch."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpmac_cli import files
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
 
 #: Files of a silo's folder.
@@ -55,9 +57,17 @@ class Rounds(BaseModel):
         """Return the number of rounds with a reply."""
         return sum(each.sent is not None for each in self.rounds)
 
-    def lost(self, begun: int) -> int:
-        """Return the number of rounds without a reply, given the steps that have begun."""
-        return begun // int(self.settings["steps"]) - self.answered
+    def begun_in(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of steps of the silo among the events of its account.
+
+        They are those with its noise multiplier. An account that others share may have more.
+        """
+        return sum(event.steps for event in events if event.noise_multiplier == self.sigma)
+
+    def lost(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of rounds without a reply, by the events of the silo's account."""
+        steps: int = self.settings["steps"]
+        return self.begun_in(events) // steps - self.answered
 
     def enter(self, run: str, number: int, weights: str) -> Round:
         """Return the round of a request, which may have begun before.

@@ -231,9 +231,9 @@ class Silo:
 
     @property
     def _begun(self) -> int:
-        """Return the number of steps of this silo that have begun: those with its noise."""
-        events, sigma = self._open.own, self._rounds.sigma
-        return sum(event.steps for event in events if event.noise_multiplier == sigma)
+        """Return the number of steps of this silo that have begun."""
+        events = self._open.own
+        return self._rounds.begun_in(events)
 
     def round(self, run: str, number: int, weights: Mapping[str, Tensor], seen: int = 0) -> Reply:
         """Take the steps of a round, and return all that leaves the silo.

@@ -149,10 +149,12 @@ class Evaluation:
         headline, details = self.task.headline, self.details()
         if self.task.outputs > MOST_COUNTED:
             details["confusion"] = None
-        ends = self.intervals([headline.name])[headline.name]
-        metrics = {of.key: finite_or_none(self.metrics[of.name]) for of in self.task.metrics}
-        interval = {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
-        return {**metrics, **details, **interval}
+        metrics = {
+            metric.key: finite_or_none(self.metrics[metric.name]) for metric in self.task.metrics
+        }
+        low, high = self.intervals([headline.name])[headline.name]
+        interval = [finite_or_none(low), finite_or_none(high)]
+        return {**metrics, **details, f"{headline.key}_interval": interval}
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
@@ -214,19 +216,27 @@ def on_cpu(logits: Tensor) -> Tensor:
 def losses(model: nn.Module, data: Data, split: Split) -> Tensor:
     """Return the task's default loss of every sample of a split, float64, shape (samples,)."""
     standard = build_loss(data.task.losses[0])
-    found = torch.empty(len(split), dtype=torch.float64)
+    values = torch.empty(len(split), dtype=torch.float64)
     for some, logits in outputs_of(model, data, split):
-        found[some] = standard(data.task.adjusted(logits), split.labels[some]).double().cpu()
-    return found
+        loss = standard(data.task.adjusted(logits), split.labels[some])
+        values[some] = loss.double().cpu()
+    return values
 
 
 def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
-    """Score every sample of a split; if they are ``covered``, none changes the score of another."""
+    """Score every sample of a split.
+
+    Args:
+        model: the network, on the device of ``data``.
+        data: facts of the records, and how they are standardised.
+        split: samples to score.
+        covered: whether the score is covered by epsilon: then none changes the score of another.
+    """
     standard = build_loss(data.task.losses[0])
     kind = torch.promote_types(dtype_of(model), torch.float32)
     # Small tensors that stay between large ones that go would keep the memory of all of them.
-    found, loss = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
+    outputs, total = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
     for some, logits in outputs_of(model, data, split, covered=covered):
-        loss += standard(data.task.adjusted(logits), split.labels[some]).sum().item()
-        found[some] = logits
-    return Evaluation(loss / len(split), found, split.labels.cpu(), data.task, split.units)
+        total += standard(data.task.adjusted(logits), split.labels[some]).sum().item()
+        outputs[some] = logits
+    return Evaluation(total / len(split), outputs, split.labels.cpu(), data.task, split.units)

@@ -172,9 +172,10 @@ class PrivateStep(PrivateProgram):
         settings: dict[str, Any] = {**keywords, **named}
         counted = earlier if account is None else (*earlier, account)
         before = tuple(event for each in counted for event in each.own)
-        given = given_settings(settings)
-        plan = plan_run(given, _facts_of_batches(sampling, given.model), earlier=before)
-        notes = checks.notes(plan, given.explicit)
+        completed = given_settings(settings)
+        facts = _facts_of_batches(sampling, completed.model)
+        plan = plan_run(completed, facts, earlier=before)
+        notes = checks.notes(plan, completed.explicit)
         # Nothing is scored or published.
         plan = replace(plan, settings=plan.settings.replace(ema=None))
         if account is not None:
@@ -220,7 +221,8 @@ class PrivateStep(PrivateProgram):
                 that read a dataset.
             ModelError: see :class:`PrivateStep`.
         """
-        _check_size(size := size_of(dataset), self._sampling)
+        size = size_of(dataset)
+        _check_size(size, self._sampling)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row, numbers = first_row(records), probes(size)
         if not isinstance(dataset, Checked):
@@ -405,8 +407,9 @@ class PrivateStep(PrivateProgram):
         self._structure, self._sums = structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
         modes = notes_on_modes(objective)
-        parts = [trained_parts(objective, sums.size)] * frozen
-        self._notes = (*self._notes, *parts, *modes, *sums.notes)
+        if frozen:
+            self._notes = (*self._notes, trained_parts(objective, sums.size))
+        self._notes = (*self._notes, *modes, *sums.notes)
         return self._step
 
 
@@ -453,12 +456,11 @@ def _check_arguments(
         errors.append(
             f"account must come from Account.create(...) or Account.open(...), not {account!r}."
         )
-    errors += [NO_SEED] * (keywords.get("seed") is not None)
-    errors += [
-        unknown(name, SETTINGS_OF_STEP, RENAMED)
-        for name in keywords
-        if name not in (*SETTINGS_OF_STEP, "seed")
-    ]
+    if keywords.get("seed") is not None:
+        errors.append(NO_SEED)
+    for name in keywords:
+        if name not in (*SETTINGS_OF_STEP, "seed"):
+            errors.append(unknown(name, SETTINGS_OF_STEP, RENAMED))
     raise_errors(errors)
 
 

@@ -120,7 +120,7 @@ def test_a_lost_round_shortens_the_training(folder: Path) -> None:
         assert ask(folder, number).claim.begun == (number + 1) * STEPS
     with silo(folder) as opened:
         assert (opened.rounds_left, opened.epsilon) == (0, cost(ROUNDS * STEPS))
-        assert opened._rounds.lost(begun(folder)) == 1
+        assert opened._rounds.lost(opened._open.own) == 1
     with pytest.raises(SiloError, match=USED_UP):
         ask(folder, ROUNDS)
     assert begun(folder) == ROUNDS * STEPS
@@ -260,6 +260,7 @@ def test_two_folders_of_the_same_records_share_an_account(folder: Path) -> None:
             assert reply.claim.begun == number * STEPS
         with pytest.raises(SiloError, match=USED_UP):
             second.round("run", ROUNDS + 1, start())
+        assert second._rounds.lost(account.own) == 0
     assert EPSILON - 0.01 < account.epsilon <= EPSILON
     assert account.count == 2 * ROUNDS * STEPS
 
