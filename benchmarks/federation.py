@@ -229,7 +229,7 @@ class Hospital:
 def clipped_sum(theta: Tensor, x: Tensor, y: Tensor, like: nn.Module) -> Tensor:
     """Return the sum over records of gradients of norm at most 1, shape (d,)."""
     sizes = [parameter.numel() for parameter in like.parameters()]
-    parts = zip(theta.split(sizes), like.parameters(), strict=True)
+    parts = zip(torch.split(theta, sizes), like.parameters(), strict=True)
     first, bias, last, last_bias = (part.view(parameter.shape) for part, parameter in parts)
     hidden = torch.relu(x @ first.T + bias)
     errors = torch.softmax(hidden @ last.T + last_bias, 1)

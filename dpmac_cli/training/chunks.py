@@ -335,6 +335,9 @@ class BatchSum(ChunkedSum):
         physical_batch: samples to process at a time.
         batch: expected number B of records in a step.
         weigh: weights of records.
+
+    Attributes:
+        structure: structure of a sample.
     """
 
     def __init__(
@@ -358,7 +361,7 @@ class BatchSum(ChunkedSum):
             batch=batch,
             weigh=weigh,
         )
-        self._most = most_samples(batch)
+        self.structure, self._most = inputs, most_samples(batch)
 
     @contextmanager
     def given(self, records: Indices, batch: Any) -> Iterator[None]:

@@ -43,16 +43,12 @@ from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import (
     BatchLoss,
     Objective,
-    Trial,
     device_of,
-    fitted,
     trained_parts,
 )
-from dpmac_cli.models.validation import check_trial
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import BatchSampling, RandomPlaces
+from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.carried_accounts import (
     ACCOUNT,
@@ -61,7 +57,7 @@ from dpmac_cli.training.carried_accounts import (
     check_composable,
     parts_held_by,
 )
-from dpmac_cli.training.chunks import BatchSum
+from dpmac_cli.training.clipped_grad import validated_sum
 from dpmac_cli.training.loading import NOT_DRAWN, REPLACED, Drawn, batches
 from dpmac_cli.training.private_program import PrivateProgram, account_of
 from dpmac_cli.training.reading import (
@@ -386,14 +382,17 @@ class PrivateStep(PrivateProgram):
         self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
-        structure = fitted(objective, structure, self._weigh)
-        check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
-        rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
+        sums = validated_sum(
+            objective,
+            structure,
+            keys.layers,
+            places=places_of(plan.event, plan.facts.train_size),
+            physical_batch=physical_batch(plan.settings, plan.facts, device_of(objective).type),
+            batch_size=plan.settings.batch_size,
+            weigh=self._weigh,
+            isolated=plan.settings.isolate,
+        )
         with full_float32():
-            draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
-            count = places_of(plan.event, plan.facts.train_size)
-            places = RandomPlaces(keys.layers, count)
-            sums = BatchSum(objective, structure, draws, places, rows, batch, self._weigh)
             self._step = Step(
                 sums,
                 plan=plan,
@@ -404,7 +403,7 @@ class PrivateStep(PrivateProgram):
                 account=self._account,
             )
         attach(objective, self._account)  # a loss may have parameters, too
-        self._structure, self._sums = structure, sums
+        self._structure, self._sums = sums.structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
         modes = notes_on_modes(objective)
         if frozen:
