@@ -51,6 +51,9 @@ class Claim:
 class Federation:
     """Joint meaning of the claims of all silos. See :func:`federation`.
 
+    Epsilon of a silo is for the records in that silo. Somebody with records in several is covered
+    by the sum, which :attr:`statement` names.
+
     Attributes:
         silos: the last claim of each silo, and the number of its rounds that were lost.
         server: who ran the server.
@@ -85,27 +88,27 @@ class Federation:
     def report(self) -> str:
         """Return a card of the final model, in Markdown."""
         head = "| silo | unit | records | sampling rate | sigma | steps (lost) | epsilon | delta |"
-        rows = (
-            f"| {number} ({claim.silo[:8]}) | {claim.unit} | {claim.n:,} | "
-            f"{claim.sampling_rate:.4g} | {claim.sigma:.10g} | {claim.begun} "
-            f"({lost * claim.steps}) | {format_epsilon(claim.epsilon)} | {claim.delta:g} |"
-            for number, (claim, lost) in enumerate(self.silos, 1)
-        )
-        how = (
+        table = [head, "|---" * 8 + "|"]
+        for number, (claim, lost) in enumerate(self.silos, 1):
+            table.append(
+                f"| {number} ({claim.silo[:8]}) | {claim.unit} | {claim.n:,} | "
+                f"{claim.sampling_rate:.4g} | {claim.sigma:.10g} | {claim.begun} "
+                f"({lost * claim.steps}) | {format_epsilon(claim.epsilon)} | {claim.delta:g} |"
+            )
+        by = (
             f"- Server: {self.server or 'not stated'}",
             f"- Aggregation: {self.aggregation or 'not stated'}",
         )
-        table = (head, "|---" * 8 + "|", *rows)
-        parts = ("# Privacy of a federated model", "\n".join(table), "\n".join(how))
+        parts = ("# Privacy of a federated model", "\n".join(table), "\n".join(by))
         return "\n\n".join((*parts, self.statement, OWN_WORD)) + "\n"
 
     @property
     def _persons(self) -> str:
         """Return what holds for somebody with records in one silo, or in several."""
-        alone = (
-            f"Somebody with records in one silo: epsilon at most {format_epsilon(self.epsilon)}."
-        )
-        if len({claim.unit for claim, _ in self.silos}) > 1:
+        most = format_epsilon(self.epsilon)
+        alone = f"Somebody with records in one silo: epsilon at most {most}."
+        units = {claim.unit for claim, _ in self.silos}
+        if len(units) > 1:
             return f"{alone} Silos protect different units, whose costs cannot be added."
         total = sum(claim.epsilon for claim, _ in self.silos)
         deltas = sum(claim.delta for claim, _ in self.silos)

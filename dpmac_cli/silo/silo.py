@@ -66,8 +66,8 @@ class Reply:
     """All that leaves a silo in a round.
 
     Attributes:
-        weights: trained parameters by name, after noise. Buffers stay.
-        claim: public facts.
+        weights: trained parameters by name, after noise, on the CPU. Buffers stay.
+        claim: public facts, none of which depends on what a record contains.
     """
 
     weights: Mapping[str, Tensor]
@@ -213,13 +213,19 @@ class Silo:
 
     @property
     def rounds_left(self) -> int:
-        """Return the number of rounds that epsilon still allows, if nothing else uses records."""
+        """Return the number of rounds that epsilon still allows.
+
+        With an account that others share, there may be fewer by then.
+        """
         rounds: int = self._settings["rounds"]
         return max(0, rounds - self._begun // self._steps)
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee."""
+        """Return the meaning of the guarantee, in plain sentences.
+
+        It is about everything in the account of these records, and says what is not covered.
+        """
         return self._open.statement
 
     @property
@@ -367,7 +373,10 @@ class Silo:
         )
 
     def _checked(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a request that the network has. Raises InputError."""
+        """Return the weights of a request that the network has, on the CPU, in its dtypes.
+
+        Raises InputError if one is missing, has another shape, or is not finite.
+        """
         checked: dict[str, Tensor] = {}
         for name, parameter in _parameters(self._network).items():
             tensor = weights.get(name)
@@ -462,5 +471,6 @@ def _parameters(network: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights by name into the trained parameters of a network."""
     for name, parameter in _parameters(network).items():
         parameter.copy_(weights[name])

@@ -121,7 +121,9 @@ class Evaluation:
             names: names of the metrics; None for all.
             resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`.
         """
-        values = {name: self.metric(name) for name in names} if names else self.metrics
+        values = self.metrics
+        if names:
+            values = {name: self.metric(name) for name in names}
         with code_of_task():
             return intervals(self.compared, self.task.metrics, values, resamples)
 
@@ -129,11 +131,10 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """Return scores by class, and those of the best constant prediction, as JSON values."""
         constant = self.task.constant(self.compared)
-        baselines = {
-            metric.constant: finite_or_none(constant[metric.name])
-            for metric in self.task.metrics
-            if metric.name in constant
-        }
+        baselines = {}
+        for metric in self.task.metrics:
+            if metric.name in constant:
+                baselines[metric.constant] = finite_or_none(constant[metric.name])
         return {**baselines, **self.task.details(self.compared)}
 
     @code_of_task()
@@ -158,7 +159,13 @@ class Evaluation:
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
-    """Yield slices of at most ``most`` records of a given shape to score at a time."""
+    """Yield slices of records to score at a time, until all are done.
+
+    Args:
+        records: number of records.
+        shape: shape of a record. Of large ones, fewer are scored at a time.
+        most: largest number of records in a slice.
+    """
     size = max(1, min(most, NUMBERS // prod(shape)))
     return (slice(begin, begin + size) for begin in range(0, records, size))
 
@@ -169,9 +176,12 @@ def outputs(
     inputs: Iterable[Tensor],
     run: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of each batch of standardised images; ``run`` is called for the model.
+    """Yield the logits of each batch, shape (rows, outputs).
 
-    They are converted to the dtype of the model.
+    Args:
+        model: the network, which is put in evaluation mode meanwhile.
+        inputs: batches of standardised records, which are converted to the dtype of the model.
+        run: computes the logits of a batch in place of the model.
     """
     dtype = dtype_of(model)
     with evaluating(model):
@@ -198,12 +208,19 @@ def outputs_of(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield places in a split, and the logits of the samples there, until all are done.
 
-    If they are ``covered``, none changes the logits of another.
+    Args:
+        model: the network, on the device of ``data``.
+        data: facts of the records, and how they are standardised.
+        split: samples.
+        covered: whether epsilon covers what is computed from the logits: then no sample changes the
+            logits of another.
     """
     shape = split.images.shape[1:]
-    (size, *_) = places(ROWS, shape, ROWS)
-    run = _alone(model, data, size.stop) if covered else None
-    batches = list(places(len(split), shape, size.stop if covered else RECORDS))
+    most, run = RECORDS, None
+    if covered:
+        most = next(places(ROWS, shape, ROWS)).stop  # the same for any number of samples
+        run = _alone(model, data, most)
+    batches = list(places(len(split), shape, most))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     return zip(batches, outputs(model, inputs, run), strict=True)
 

@@ -222,7 +222,10 @@ def size_of(dataset: Any) -> int:
 
 
 def first_row(records: OneByOne) -> Batch:
-    """Return the first record as a batch of one row. Raises InputError if it cannot be used."""
+    """Return the first record as a batch of one row, which says what all records are like.
+
+    Raises InputError if it cannot be used, without a word of what it contains.
+    """
     try:
         with _seeded(0):
             row = as_row(records.collate([records.dataset[0]]))
@@ -239,7 +242,7 @@ def first_row(records: OneByOne) -> Batch:
 
 
 def probes(size: int) -> list[int]:
-    """Return the numbers of a few records, evenly spaced."""
+    """Return the numbers of at most :data:`PROBES` of ``size`` records, evenly spaced."""
     numbers: list[int] = np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist()
     return numbers
 
@@ -290,8 +293,8 @@ def _same(batch: Batch | Fault, row: Batch) -> bool:
 def _sum_of(row: Batch) -> str:
     """Return the SHA-256 of a record."""
     parts = parts_by_name(row)
-    named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
-    return digest(named, {"parts": list(parts)})
+    tensors = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
+    return digest(tensors, {"parts": list(parts)})
 
 
 class Checked:

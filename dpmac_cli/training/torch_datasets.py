@@ -46,7 +46,9 @@ def from_torch(
             there several times in different units, or is both in ``train`` and in ``test``, by what
             is said of ``unit``.
     """
-    origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
+    origins = [list(_origins(train))]
+    if test is not None:
+        origins.append(list(_origins(test)))
     if isinstance(unit, str) and unit == RECORD:
         unit, unit_test, *_ = (*_records_as_units(origins), None)
     check_copies(train, unit)
@@ -128,7 +130,14 @@ def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.st
 
 
 def check_copies(dataset: Any, units: Any = None) -> None:
-    """Reject a training set that has a record several times in different units."""
+    """Reject a training set that has a record several times in different units.
+
+    Args:
+        dataset: map-style dataset.
+        units: unit of each record, shape (records,); by default each is one.
+
+    Raises InputError.
+    """
     origins = list(_origins(dataset))
     names = range(len(origins)) if units is None else np.asarray(units, object).ravel().tolist()
     if len(names) != len(origins):
