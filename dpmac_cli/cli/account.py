@@ -336,7 +336,7 @@ def _print_account(file: Path, *, as_json: bool) -> None:
     }
     if file.name == ACCOUNT and (file.parent / ROUNDS_OF_SILO).exists():
         rounds = read_rounds(file.parent)
-        values |= {"rounds": rounds.answered, "lost_rounds": rounds.lost(kept.count)}
+        values |= {"rounds": rounds.answered, "lost_rounds": rounds.lost(events)}
     values["statement"] = kept.statement
     if as_json:
         console.print_result(to_json(values))

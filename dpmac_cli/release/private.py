@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.accounting.account import check_composable
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
@@ -31,7 +30,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.training.carried_accounts import carried_by, parts_held_by
+from dpmac_cli.training.carried_accounts import carried_by, check_composable, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_program import PrivateProgram
 from dpmac_cli.training.private_step import NO_SEED

@@ -33,10 +33,12 @@ class TrainState:
             "centre": self.region.centre,
             "inverse": self.region.inverse,
             "factor": self.region.factor,
-            "average": self.average,
-            "s": None if self.spread is None else self.spread.s,
         }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        if self.average is not None:
+            named["average"] = self.average
+        if self.spread is not None:
+            named["s"] = self.spread.s
+        return named
 
     def numbers(self) -> dict[str, Any]:
         """Return everything else as JSON values, all post-noise."""
