@@ -119,7 +119,7 @@ def _check_fits(released: Released, known: DataFacts) -> None:
             f"{facts.data.records.shape}, but those of the dataset have {shape}."
         )
     same_outputs = known.task.outputs == facts.task.outputs
-    fits = same_outputs and (known.task.open or not known.own)
+    fits = same_outputs and (known.task.open or not known.user_supplied)
     if known.task != facts.task and not fits:
         raise ModelError(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
