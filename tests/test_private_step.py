@@ -1006,7 +1006,8 @@ class Lazy(Reader):
 
     def __init__(self, made: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.made, self.value = made, None
+        self.made = made
+        self.value: object = None
 
     def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         if self.value is None:

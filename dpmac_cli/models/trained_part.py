@@ -115,11 +115,12 @@ def _low_rank(
         ModelError: no layer is left.
     """
     calls, _ = linear_calls(network, shape)
+    of_family = network.lora_layers if isinstance(network, WithHead) else None
     shared = shared_parameters(network)
     names = list[str]()
     for name in dict.fromkeys(called for called, *_ in calls):
         in_head = f"{name}.".startswith(f"{head}.")
-        passed_over = isinstance(network, WithHead) and name not in network.lora_layers
+        passed_over = of_family is not None and name not in of_family
         parameters = {id(p) for p in network.get_submodule(name).parameters()}
         if not in_head and not passed_over and shared.isdisjoint(parameters):
             names.append(name)

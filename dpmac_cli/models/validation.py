@@ -633,7 +633,7 @@ def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
     values: list[tuple[str, Any]] = []
 
     def entered(name: str, _: nn.Module, arguments: Any, keywords: Any) -> None:
-        parent, _, _ = name.rpartition(".")
+        parent = name.rpartition(".")[0]
         values.append((parent, (arguments, keywords)))
 
     def ended(name: str, _: nn.Module, __: Any, outputs: Any) -> None:
