@@ -21,8 +21,14 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import NAMED, NONE_LEFT_OUT, LeftOut
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.data.layout import CHANNELS, SIDES, by_column, channels_first, column_ranges
-from dpmac_cli.data.layout import is_numbers as holds_numbers
+from dpmac_cli.data.layout import (
+    CHANNELS,
+    SIDES,
+    by_column,
+    channels_first,
+    column_ranges,
+    is_numbers,
+)
 from dpmac_cli.data.reader import ArrayDict
 from dpmac_cli.data.targets import CLASSES, faults_of_array, faults_together, targets_in
 from dpmac_cli.data.units import units_in
@@ -63,7 +69,7 @@ def check_arrays(arrays: ArrayDict, declared: Declaration, *, numbers: bool) -> 
     if not faults:
         if not numbers and CLASSES not in arrays:
             faults += faults_together(arrays)
-        if holds_numbers(arrays["x"]):
+        if is_numbers(arrays["x"]):
             faults += _faults_of_range(arrays, declared)
     raise_errors(f"{declared.path}: {fault}." for fault in faults)
 
@@ -83,7 +89,8 @@ def without_tested_units(arrays: ArrayDict, declared: Declaration) -> LeftOut:
     Raises:
         InputError: no training record is left.
     """
-    if not declared.settings.skip_bad or not {"unit", "unit_test"} <= arrays.keys():
+    have_units = {"unit", "unit_test"} <= arrays.keys()
+    if not declared.settings.skip_bad or not have_units:
         return NONE_LEFT_OUT
     is_tested = np.isin(arrays["unit"], arrays["unit_test"])
     rows = np.flatnonzero(is_tested)
@@ -184,7 +191,7 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
         return
     if x.dtype.kind not in "fiu":
         yield f"x{side} must be images or numbers, not {x.dtype}"
-    elif not holds_numbers(x):
+    elif not is_numbers(x):
         yield from _faults_of_images(x, f"x{side}")
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"

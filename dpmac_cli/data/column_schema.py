@@ -269,7 +269,7 @@ class Column(Written):
         """Return whether it is a number or a date in a declared range."""
         return self.range is not None
 
-    def told(
+    def as_declared(
         self,
         low: float,
         high: float,

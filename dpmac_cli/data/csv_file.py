@@ -73,12 +73,15 @@ class CsvFile:
             mark = file.read(len(codecs.BOM_UTF16))
         if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             return UTF16
-        return "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
+        if codecs.lookup(self.encoding).name == UTF8:
+            return "utf-8-sig"
+        return self.encoding
 
     @property
     def named(self) -> str:
         """Return the name of the encoding for a message."""
-        return (UTF16 if self.codec() == UTF16 else self.encoding).upper()
+        encoding = UTF16 if self.codec() == UTF16 else self.encoding
+        return encoding.upper()
 
     def delimiter(self) -> str:
         """Return the character that separates columns: the declared one, or from the header."""
@@ -175,7 +178,8 @@ class CsvFile:
             rows: the header and records that follow the rule, as texts.
             names: columns to read.
         """
-        content = "\n".join([*rows.to_pylist(), ""]).encode()
+        lines = [*rows.to_pylist(), ""]
+        content = "\n".join(lines).encode()
         return arrow_csv.read_csv(
             pa.BufferReader(content),
             arrow_csv.ReadOptions(block_size=min(len(content) + 1, BLOCK)),

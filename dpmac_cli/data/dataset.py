@@ -90,7 +90,9 @@ class Dataset:
     @property
     def splits(self) -> tuple[Split, ...]:
         """Return the training records, and the test records if there are any."""
-        return (self.train,) if self.test is None else (self.train, self.test)
+        if self.test is None:
+            return (self.train,)
+        return self.train, self.test
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class Declaration:
     @property
     def channels(self) -> int | None:
         """Return the number of channels that images are converted to; None to keep theirs."""
-        return None if self.settings.channels is None else int(self.settings.channels)
+        channels = self.settings.channels
+        return None if channels is None else int(channels)
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
@@ -142,5 +145,7 @@ class Declaration:
     @property
     def ends(self) -> tuple[float, float] | None:
         """Return the range that all columns are clipped to; None if settings declare none."""
-        low, _, high = (self.settings.feature_range or "").partition(",")
-        return (float(low), float(high)) if high else None
+        if not self.settings.feature_range:
+            return None
+        low, _, high = self.settings.feature_range.partition(",")
+        return float(low), float(high)

@@ -255,6 +255,7 @@ def are_expected(
     for column in (targets, *inputs):
         if expected < 1:
             return False
-        counts = np.unique(column, axis=0, return_counts=True)[1]
-        expected *= float(np.square(counts / len(x)).sum())
+        _, counts = np.unique(column, axis=0, return_counts=True)
+        shares = counts / len(x)
+        expected *= float(np.square(shares).sum())
     return expected >= 1

@@ -19,7 +19,7 @@ from PIL import Image
 from dpmac_cli.config.facts import complaints, refuse
 from dpmac_cli.data.class_folders import TESTS, TRAIN
 from dpmac_cli.data.dataset import Declaration
-from dpmac_cli.data.image_folder import Header, look_of, looked_at, shape_of_all, size_of
+from dpmac_cli.data.image_folder import Header, header_of, look_of, looked_at, shape_of_all
 from dpmac_cli.data.layout import SIDES
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.reader import ArrayDict, Reading, as_array, register_reader
@@ -243,7 +243,7 @@ def _shape_of(
     for split, side in zip(splits, SIDES, strict=False):
         for row, image in enumerate(_values(split, column)):
             if isinstance(image, Image.Image):
-                headers[f"{row} of x{side}"] = (image.mode, *size_of(image))
+                headers[f"{row} of x{side}"] = header_of(image)
     faults = list[str]()
     shape = shape_of_all(declared, headers, faults)
     raise_errors(faults)
@@ -272,7 +272,8 @@ def _decoded(
     except ValueError as failure:
         raise InputError(f"{declared.path}: {failure}. Use {{image_size=}}N.") from failure
     look = look_of(declared, shape[1:])
-    decoded, faults = np.zeros(shape, np.uint8), list[str]()
+    decoded = np.zeros(shape, np.uint8)
+    faults = list[str]()
     for row, image in enumerate(images):
         if image is None:
             result: NDArray[np.uint8] | str = "is missing"

@@ -185,7 +185,8 @@ def _decoded_file(declared: Declaration, images: Sequence[FoundFile]) -> Path:
     folder = str(declared.path.resolve())
     read = [declared.channels, settings.image_size, settings.levels]
     key = [*VERSION, folder, *read, images]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    contents = json.dumps(key).encode()
+    name = hashlib.sha256(contents).hexdigest()
     return cache_folder() / f"{name}{WHOLE}"
 
 
@@ -204,7 +205,7 @@ def _survey(
         return channels, size, size
 
     def header(image: FoundFile) -> Header | str:
-        return looked_at(image.path, lambda opened: (opened.mode, *size_of(opened)))
+        return looked_at(image.path, header_of)
 
     headers = dict[str, Header]()
     unreadable = list[str]()
@@ -369,6 +370,11 @@ def turn_of(opened: Image.Image) -> int | None:
         return None
 
 
+def header_of(opened: Image.Image) -> Header:
+    """Return the mode of an image, and its width and height once it is upright."""
+    return opened.mode, *size_of(opened)
+
+
 def size_of(opened: Image.Image) -> tuple[int, int]:
     """Return the width and height of an image once it is upright."""
     width, height = opened.size
@@ -406,7 +412,8 @@ def seen_in(
         image: the opened image.
         look: what to do with it.
     """
-    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+    has_32_bits = image.mode == "I" and image.format not in DEEP
+    if image.mode == "F" or has_32_bits:
         fault = "has 32 bits per pixel, for which there is no public range"
         return f"{fault} (save it with 8 or 16 bits)"
     if getattr(image, "is_animated", False) and image.format not in COMPANIONS:

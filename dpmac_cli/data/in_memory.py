@@ -183,7 +183,10 @@ def from_dataframe(
     if label is not None and classes is None and not numbers:
         inferred.append("classes")
     return InMemoryData(
-        _place(name), frame=frame, schema=schema_of(contents, "schema"), inferred=tuple(inferred)
+        _place(name),
+        frame=frame,
+        schema=schema_of(contents, "schema"),
+        inferred=tuple(inferred),
     )
 
 

@@ -19,8 +19,8 @@ from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.table_cells import (
     decoded_cells,
     is_one_of,
-    kind_of,
     plain_cells,
+    schema_type,
     text_cells,
     values_in,
 )
@@ -31,7 +31,7 @@ from dpmac_cli.errors import InputError
 #: Share of the cells with a value that are of a kind from which a column is drafted as one of it.
 NEARLY_ALL = 0.95
 #: Largest number of different values of a column to predict that are drafted as classes.
-CLASSES = 20
+MOST_CLASSES = 20
 #: What is declared of numbers to predict.
 NUMBER = {"type": "number"}
 #: First lines of a draft from records.
@@ -74,12 +74,14 @@ def _kind(name: str, cells: pa.Array) -> str:
             values.
     """
     cells = plain_cells(cells)
-    declared = kind_of(cells.type)
+    declared = schema_type(cells.type)
     if declared not in ("category", "number"):
         return declared
     text = text_cells(cells)
-    with_value = ~(np.asarray(cells.is_null()) | is_one_of(text, MISSING))
-    different = compute.utf8_lower(text).filter(pa.array(with_value)).unique()
+    is_empty = np.asarray(cells.is_null())
+    with_value = ~(is_empty | is_one_of(text, MISSING))
+    lower = compute.utf8_lower(text)
+    different = lower.filter(pa.array(with_value)).unique()
     if _are_truth_values(set(decoded_cells(different))):
         return "boolean"
     for kind in ("number", "date"):
@@ -140,7 +142,7 @@ def cells_of(path: Path, encoding: str = UTF8) -> pa.Table:
 
 
 def classes_of(cells: pa.Array) -> list[str]:
-    """Return the different values of a column, sorted; [] for more than :data:`CLASSES`.
+    """Return the different values of a column, sorted; [] for more than :data:`MOST_CLASSES`.
 
     Words for a missing value do not count.
 
@@ -154,7 +156,7 @@ def classes_of(cells: pa.Array) -> list[str]:
     text = text_cells(plain_cells(cells))
     has_value = pa.array(~is_one_of(text, MISSING))
     different = text.filter(has_value).drop_null().unique()
-    if len(different) > CLASSES:
+    if len(different) > MOST_CLASSES:
         return []
     return sorted(cell or "" for cell in decoded_cells(different))
 
@@ -201,7 +203,8 @@ def schema_of_kinds(
         values = list[str]()
         if declared.get(label) != "number":
             values = list(classes or classes_of(table[label].combine_chunks()))
-        schema["label"] = {"column": label, **({"classes": values} if values else NUMBER)}
+        schema["label"] = {"column": label}
+        schema["label"] |= {"classes": values} if values else NUMBER
     schema["columns"] = {name: {"type": drafted[name]} for name in used}
     schema["drop"] = dropped
     return schema

@@ -46,8 +46,9 @@ def channels_first(x: Any) -> Any:
         images of shape (records, channels, height, width). A transposed array is copied, so that
         its values are contiguous.
     """
-    is_plain = isinstance(x, Rows) or (is_numbers(x) and x.ndim < OF_IMAGES)
-    if is_plain:
+    if isinstance(x, Rows):
+        return x
+    if is_numbers(x) and x.ndim < OF_IMAGES:
         return x
     if x.ndim == 3:
         return x[:, None]

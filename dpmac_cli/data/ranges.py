@@ -62,7 +62,8 @@ def remarks_on_ranges(
     by_column = np.moveaxis(x, 1, 0)
     yield from _of_each(ranged_names, by_column[is_ranged], low, high, dates)
     if number is not None and not number.open:
-        low, high = np.array(number.low), np.array(number.high)
+        low = np.array(number.low)
+        high = np.array(number.high)
         yield from _of_each([number.name], arrays["y"].T, low, high, {})
 
 
@@ -102,9 +103,10 @@ def _of_each(
         elif beyond.mean() > FEW:
             count = f"{np.count_nonzero(beyond):,} of {beyond.size:,}"
             some_outside.append(f"{name} ({count}; {declared})")
-        times = np.count_nonzero(values == least), np.count_nonzero(values == most)
+        at_least = np.count_nonzero(values == least)
+        at_most = np.count_nonzero(values == most)
         # Values such as 0 and 255, at which many records are, are no sign of that.
-        if not beyond.any() and min(times) == 1:
+        if not beyond.any() and min(at_least, at_most) == 1:
             taken.append(name)
     if outside:
         yield (

@@ -65,7 +65,8 @@ def _are_images_of_several_types(items: list[Any] | tuple[Any, ...]) -> bool:
     for item in items:
         kind = getattr(item, "dtype", getattr(item, "mode", None))
         types.add(kind)
-        are_images |= isinstance(kind, str) or getattr(item, "ndim", 0) > 1
+        is_of_pillow = isinstance(kind, str)
+        are_images |= is_of_pillow or getattr(item, "ndim", 0) > 1
     return are_images and len(types) > 1
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from dpmac_cli.config.facts import TABLES, refuse
-from dpmac_cli.data.column_schema import Column, Label
+from dpmac_cli.data.column_schema import Column
 from dpmac_cli.data.csv_file import UTF16, CsvFile
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.hugging_face import is_hugging_face
@@ -35,14 +35,20 @@ from dpmac_cli.data.table_cells import (
     BoolArray,
     decoded_cells,
     is_one_of,
-    kind_of,
     plain_cells,
+    schema_type,
     text_cells,
 )
-from dpmac_cli.data.table_inputs import TableRows, inputs_in, records_in, targets_of
+from dpmac_cli.data.table_inputs import (
+    TableRows,
+    declared_by,
+    inputs_in,
+    records_in,
+    targets_of,
+    units_of_column,
+)
 from dpmac_cli.data.table_schema import TableSchema
-from dpmac_cli.data.targets import CLASSES
-from dpmac_cli.data.units import unit_name, units_in
+from dpmac_cli.data.units import unit_name
 from dpmac_cli.data.values import NOT_TEXT, text_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import is_labelled
@@ -187,7 +193,7 @@ def _read_labelled(declared: Declaration) -> Reading:
     if label is not None:
         of_records["y"] = targets_of(label, rows)
     if unit is not None:
-        of_records["unit"] = _units(unit, rows, schema.words_in(unit))
+        of_records["unit"] = units_of_column(unit, rows, schema.words_in(unit))
     if by_contents:
         of_records["key"] = keys_of([rows.cells[name] for name in table.names])
     of_records["x"], low, high = inputs_in(schema.columns, rows, declared.texts)
@@ -196,7 +202,7 @@ def _read_labelled(declared: Declaration) -> Reading:
         f" Correct {table.path} or its schema (missing: input accepts records without a value), or "
         "add {skip_bad} to leave these records out.",
     )
-    arrays: ArrayDict = {"low": low, "high": high, **_declared_of(label)}
+    arrays: ArrayDict = {"low": low, "high": high, **declared_by(label)}
     sides = _sides(schema, rows, good, left_out.reasons, table.path)
     for side, is_in in sides.items():
         chosen = slice(None) if is_in.all() else is_in
@@ -283,48 +289,6 @@ def _without_schema(declared: Declaration) -> InputError:
     )
 
 
-def _units(
-    name: str,
-    rows: TableRows,
-    missing_words: Sequence[str],
-) -> NDArray[np.str_]:
-    """Return the unit of each record, shape (records,).
-
-    Args:
-        name: the column that names units.
-        rows: the cells of the table. Reasons why records have no unit are added.
-        missing_words: declared words for a missing value.
-    """
-    cells = rows.cells[name]
-    # Floats have the precision of their type.
-    is_float = pa.types.is_floating(cells.type)
-    values = np.asarray(cells) if is_float else decoded_cells(text_cells(cells))
-    units, faults = units_in(values, missing_words)
-    of_records = np.array([faults.get(row, "") for row in range(len(rows))])
-    for fault in sorted(set(faults.values())):
-        rows.add(f"{fault.removeprefix('has ')} in {name}", of_records == fault)
-    return units
-
-
-def _declared_of(label: Label | None) -> dict[str, NDArray[Any]]:
-    """Return what a label declares, as arrays do: class names, or a range and a transform.
-
-    Args:
-        label: the column to predict; None for none.
-    """
-    if label is None:
-        return {}
-    if label.type == "category":
-        return {CLASSES: np.array(label.classes)}
-    low, high = label.ends
-    return {
-        "target_low": np.array(low),
-        "target_high": np.array(high),
-        "target_transform": np.array(label.transform),
-        "target_name": np.array(label.name),
-    }
-
-
 def read_inputs(declared: Declaration) -> Reading:
     """Return the inputs of unlabelled records.
 
@@ -393,11 +357,12 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
     Raises:
         InputError: the names of the columns cannot be read, or one is there twice.
     """
-    path, columns = file.path, list[tuple[str, str | None]]()
+    path = file.path
+    columns = list[tuple[str, str | None]]()
     try:
         if path.suffix == ".parquet":
             for field in _parquet_schema(path):
-                columns.append((field.name, kind_of(field.type)))
+                columns.append((field.name, schema_type(field.type)))
         else:
             columns = [(name, None) for name in file.header()]
         if not columns:

@@ -51,7 +51,7 @@ def values_in(
         >>> values_in(pa.array(["41", "", "old"]), column)
         (array([41., nan, nan]), array([False,  True, False]))
     """
-    read = READERS[column.type]
+    read = CELL_READERS[column.type]
     values = read(cells, column)
     usual_words = [word for word in MISSING if word not in column.values]
     words = [*usual_words, *column.missing_words]
@@ -90,7 +90,8 @@ def _each_once(text: pa.Array, number: Callable[[str], float]) -> CellNumbers:
     """
     different = text.dictionary_encode()
     numbers = [number(cell or "") for cell in decoded_cells(different.dictionary)]
-    return _floats(pa.array(numbers, pa.float64()).take(different.indices))
+    of_cells = pa.array(numbers, pa.float64()).take(different.indices)
+    return _floats(of_cells)
 
 
 def _hashed(value: str) -> int:
@@ -188,7 +189,7 @@ def _truths(text: pa.Array) -> CellNumbers:
 
 
 #: Functions that read each type of column but texts.
-READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
+CELL_READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
     "number": _numbers_in,
     "date": _dates_in,
     "category": _places_in,
@@ -198,9 +199,9 @@ READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-    )
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return True
+    return bool(pa.types.is_decimal(kind))
 
 
 def has_text(cells: pa.Array) -> bool:
@@ -208,11 +209,11 @@ def has_text(cells: pa.Array) -> bool:
     return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
 
 
-def kind_of(kind: pa.DataType) -> str:
+def schema_type(kind: pa.DataType) -> str:
     """Return the type of column in a schema that fits a type of arrow.
 
     Example:
-        >>> kind_of(pa.int8()), kind_of(pa.date32()), kind_of(pa.string())
+        >>> schema_type(pa.int8()), schema_type(pa.date32()), schema_type(pa.string())
         ('number', 'date', 'category')
     """
     if pa.types.is_boolean(kind):

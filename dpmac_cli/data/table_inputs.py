@@ -38,8 +38,9 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
-from dpmac_cli.data.targets import NO_LABEL
+from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank, texts_at
+from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted
 from dpmac_cli.tasks.task import FARTHEST
 
@@ -348,11 +349,12 @@ def _block_without_range(
             f"{counted(strange, 'cell')} of {column.name} {verbs[0]} no "
             f"{ONE_OF_TYPE[column.type]}, and {verbs[1]} as missing"
         )
-    between, ends = 0.0, (-FARTHEST, FARTHEST)
+    low, high = -FARTHEST, FARTHEST
     if column.type == "boolean":
-        between, ends = 0.5, (0.0, 1.0)
-    block = np.where(unknown, between, values)[:, None]
-    return block, ([ends[0]], [ends[1]]), unknown
+        low, high = 0.0, 1.0
+    middle = (low + high) / 2
+    block = np.where(unknown, middle, values)[:, None]
+    return block, ([low], [high]), unknown
 
 
 def _values(
@@ -390,6 +392,49 @@ def targets_of(label: Label, rows: TableRows) -> NDArray[Any]:
     values, missing = _values(label, rows)
     rows.add(f"no value in {label.name}", missing)
     if label.type == "category":
-        return np.where(np.isnan(values), NO_LABEL, values).astype(np.int64)
+        labels = np.where(np.isnan(values), NO_LABEL, values)
+        return labels.astype(np.int64)
     middle = sum(label.ends) / 2
     return np.where(np.isnan(values), middle, values)
+
+
+def units_of_column(
+    name: str,
+    rows: TableRows,
+    missing_words: Sequence[str],
+) -> NDArray[np.str_]:
+    """Return the unit of each record, shape (records,).
+
+    Args:
+        name: the column that names units.
+        rows: the cells of the table. Reasons why records have no unit are added.
+        missing_words: declared words for a missing value.
+    """
+    cells = rows.cells[name]
+    # Floats have the precision of their type.
+    is_float = pa.types.is_floating(cells.type)
+    values = np.asarray(cells) if is_float else decoded_cells(text_cells(cells))
+    units, faults = units_in(values, missing_words)
+    of_records = np.array([faults.get(row, "") for row in range(len(rows))])
+    for fault in sorted(set(faults.values())):
+        rows.add(f"{fault.removeprefix('has ')} in {name}", of_records == fault)
+    return units
+
+
+def declared_by(label: Label | None) -> dict[str, NDArray[Any]]:
+    """Return what a label declares, as arrays do: class names, or a range and a transform.
+
+    Args:
+        label: the column to predict; None for none.
+    """
+    if label is None:
+        return {}
+    if label.type == "category":
+        return {CLASSES: np.array(label.classes)}
+    low, high = label.ends
+    return {
+        "target_low": np.array(low),
+        "target_high": np.array(high),
+        "target_transform": np.array(label.transform),
+        "target_name": np.array(label.name),
+    }

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import NAMED, check_name, refuse
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.layout import SIDES
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
@@ -103,7 +104,7 @@ def without_targets(arrays: Arrays) -> dict[str, Any]:
     for name, array in arrays.items():
         if name not in declared:
             result[name] = array
-    for side in ("", "_test"):
+    for side in SIDES:
         if f"x{side}" in arrays:
             result[f"y{side}"] = np.zeros(len(arrays[f"x{side}"]), np.int64)
     return result
@@ -127,11 +128,13 @@ def targets_in(
         of no class and a number that is not whole.
     """
     if numbers:
-        are_numbers = y.dtype.kind in "biuf" and y.ndim in (1, 2)
-        return y.reshape(len(y), -1).astype(np.float64) if are_numbers else y
+        if y.dtype.kind not in "biuf" or y.ndim not in (1, 2):
+            return y
+        return y.reshape(len(y), -1).astype(np.float64)
     if y.dtype.kind == "f":
         whole = (y == np.floor(y)) & (abs(y) < 2.0**63)
-        return np.where(whole, y, NO_LABEL).astype(np.int64)
+        labels_or_none = np.where(whole, y, NO_LABEL)
+        return labels_or_none.astype(np.int64)
     if y.dtype.kind in "OU" and CLASSES in arrays and y.ndim == 1:
         classes = arrays[CLASSES].ravel().tolist()
         places = {str(name): place for place, name in enumerate(classes)}

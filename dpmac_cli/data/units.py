@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.values import FLOATS, MISSING, NOT_TEXT, Faults, is_exact, text_of
 
-Numbers = NDArray[np.int64]
+Indices = NDArray[np.int64]
 #: Names of units that stand for nobody in particular. Records of unknown persons must not become
 #: those of one person, so these are missing in all data.
 _NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE)
@@ -31,14 +31,14 @@ class Units:
         starts: index in ``order`` where each unit begins, and the end; shape (units + 1,).
     """
 
-    order: Numbers
-    starts: Numbers
+    order: Indices
+    starts: Indices
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
-    def owners(self) -> Numbers:
+    def owners(self) -> Indices:
         """Index of each record's unit, shape (records,)."""
         sizes = np.diff(self.starts)
         owners = np.empty(len(self.order), np.int64)
@@ -52,10 +52,10 @@ class Units:
 
     def records(
         self,
-        units: Numbers,
+        units: Indices,
         words: NDArray[np.uint64],
         count: int,
-    ) -> Numbers:
+    ) -> Indices:
         """Return K = ``count`` records of each unit, shape (units, K).
 
         They are consecutive in the unit's order, cyclically, from a random start. Every record of
@@ -69,7 +69,7 @@ class Units:
         sizes = self.starts[units + 1] - self.starts[units]
         first = (words % sizes.astype(np.uint64)).astype(np.int64)
         ring = (first[:, None] + np.arange(count)) % sizes[:, None]
-        chosen: Numbers = self.order[self.starts[units][:, None] + ring]
+        chosen: Indices = self.order[self.starts[units][:, None] + ring]
         return chosen
 
 

@@ -201,7 +201,7 @@ def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float,
     schema, ranges = plan.facts.schema, dict[str, tuple[float, float]]()
     columns = {} if schema is None else {column.name: column for column in schema.columns}
     for name, *ends in zip(plan.counted_columns, low, high, strict=True):
-        ranges[name] = columns[name].told(*ends)
+        ranges[name] = columns[name].as_declared(*ends)
     return ranges
 
 
