@@ -70,9 +70,18 @@ class ByVmap:
         y: Batch,
         results: list[Tensor] | None = None,
     ) -> tuple[Tensor, Weights, UsesOrGradients]:
-        """Return losses, weights, and uses or gradients of a chunk; see :class:`.PerSample`.
+        """Compute a chunk.
 
-        If ``results`` is a list, results of all operations are added to it instead of gradients.
+        Args:
+            model: the network, or a copy of it.
+            layers: its layers.
+            x: inputs, see :class:`.PerSample`.
+            y: their labels.
+            results: list to which the results of all operations are added; None for gradients.
+
+        Returns:
+            Losses, weights, and for each layer its uses or gradients; none of these with
+            ``results``.
         """
         recorded = self.recorded_of(layers)
         taps = self._zero_taps(layers)
@@ -83,6 +92,7 @@ class ByVmap:
         kept = None if results is None else list[Tensor]()
 
         def tap(callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
+            """Note a call, and add its tap to the output."""
             if not remaining or out.shape != remaining[0].shape:
                 raise ModelError(OTHER_CALLS)
             called.append(callee)
@@ -92,11 +102,14 @@ class ByVmap:
         def loss_of(
             taps: Sequence[Tensor], trained: dict[str, Tensor], x: Batch, y: Batch
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
+            """Return the loss of one sample, of which gradients are computed, and the rest."""
             called.clear()
             read.clear()
             remaining[:] = taps
+            network: Any = model
             replaced = computed_from | trained
-            network = partial(called_with, model, replaced) if replaced else model
+            if replaced:
+                network = partial(called_with, model, replaced)
             with nullcontext() if kept is None else KeptResults(kept):
                 loss, weight = self._alone.loss(network, x, y)
             if remaining:

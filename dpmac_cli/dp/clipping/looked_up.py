@@ -92,9 +92,10 @@ class LookedUp:
 
     def _summed(self, g: Tensor) -> Tensor:
         """Return the gradient h of the row of each vector, in the shape of ``g``."""
-        by_column = self.rows.transpose(1, 2)
-        alike = (by_column.unsqueeze(3) == by_column.unsqueeze(2)).double()
-        return (alike @ g.transpose(1, 2)).transpose(1, 2)
+        by_column = self.rows.transpose(1, 2)  # (samples, columns, views)
+        alike = by_column.unsqueeze(3) == by_column.unsqueeze(2)
+        summed = alike.double() @ g.transpose(1, 2)
+        return summed.transpose(1, 2)
 
     def _rows_of(self, coordinates: Tensor) -> Tensor:
         """Return the coordinates of the row of each vector, float64, in the shape of vectors."""

@@ -54,16 +54,19 @@ class TiedProducts:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
+        # The products <l_t, l_t'>, of two tokens, of a position and a token, of two positions.
         tokens = self.tokens
         outputs = self.outputs.double()
         alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).double()
         places = tokens.unsqueeze(1).expand(-1, outputs.shape[1], -1)
-        both = outputs.gather(2, places)  # <l_t, l_t'> of a position t and a token t'
+        both = outputs.gather(2, places)
         upper = torch.cat([alike, both.mT], 2)
         lower = torch.cat([both, outputs @ outputs.mT], 2)
         left = torch.cat([upper, lower], 1)
         right = torch.cat([self.vectors, self.inputs], 1).double()
-        terms = right.shape[1] + self.outputs.shape[2] + right.shape[2]
+        _, positions, width = right.shape
+        words = self.outputs.shape[2]
+        terms = positions + words + width
         return norms_by_gram(left, right @ right.mT, terms, metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
