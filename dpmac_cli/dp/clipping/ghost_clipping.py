@@ -258,7 +258,8 @@ class PositionProducts:
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
 
-        The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+        The error of G_i is at most u R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric, so
+        that of its squared norm is at most u R_i (2 ||G_i|| + u R_i).
         """
         grad_output = self._grad_outputs(uses)
         a = self._inputs(uses)

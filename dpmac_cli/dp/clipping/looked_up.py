@@ -71,8 +71,9 @@ class LookedUp:
             value = value.sub_(cross, alpha=2).add_(metric.s3)
         # By the triangle and the Cauchy-Schwarz inequality. m A has the precision of the metric.
         reach = by_view.sqrt().sum(1)
+        u = roundoff(views, metric.inverse.dtype)
         slack = (reach + metric.s3.sqrt()).square_()
-        slack.mul_(roundoff(views, metric.inverse.dtype))
+        slack.mul_(u)
         # With a single view, the sum reads the same floats as the norm.
         reach = reach.square_() if views > 1 else torch.zeros_like(reach)
         return SquaredNorms(value, slack, reach)

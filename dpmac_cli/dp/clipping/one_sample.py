@@ -134,7 +134,8 @@ class OneSample:
                 loss, weight = self.loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            yield loss.detach(), weight, {name: _take_gradient(p) for name, p in trained.items()}
+            gradients = {name: _take_gradient(p) for name, p in trained.items()}
+            yield loss.detach(), weight, gradients
 
 
 def _without_memory(loss: Loss) -> Loss:

@@ -144,9 +144,11 @@ def _gru_backward(
 ) -> Gradients:
     """Return the gradients of :func:`_gru` over all time steps; arguments: see :class:`Kind`."""
     size = outputs.shape[2]
-    reset, keep = (x + h)[..., : 2 * size].sigmoid().chunk(2, 2)
+    gates = (x + h)[..., : 2 * size]
+    reset, keep = gates.sigmoid().chunk(2, 2)
+    new_x = x[..., 2 * size :]
     new_h = h[..., 2 * size :]
-    new = (x[..., 2 * size :] + reset * new_h).tanh()
+    new = (new_x + reset * new_h).tanh()
     # Derivatives of the hidden state w.r.t. the gates.
     of_new = (1 - keep) * (1 - new * new)
     of_reset = of_new * new_h * reset * (1 - reset)
