@@ -338,9 +338,9 @@ class WeightsApart(TorchFunctionMode):
         if target.numel() != self._rows:
             self._refuse(func, f"{name}= and {target.numel()} targets per record")
 
-    def _refuse(self, func: Any, why: str) -> NoReturn:
-        """Raise ModelError; ``why`` names the arguments."""
-        raise ModelError(f"The loss calls {func.__name__} with {why}. {REMEDY}")
+    def _refuse(self, func: Any, reason: str) -> NoReturn:
+        """Raise ModelError; ``reason`` names the arguments."""
+        raise ModelError(f"The loss calls {func.__name__} with {reason}. {REMEDY}")
 
 
 def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:

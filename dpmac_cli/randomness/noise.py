@@ -57,8 +57,8 @@ def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> N
     angle.mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
     sines = circle_(angle, first)
     first.mul_(radius)
-    rest = len(second)
-    torch.mul(sines[:rest], radius[:rest], out=second)
+    count = len(second)
+    torch.mul(sines[:count], radius[:count], out=second)
 
 
 def in_float64(words: Tensor) -> Tensor:

@@ -88,15 +88,16 @@ class ByVmap:
         trained = self._parameters_without_rule(model, layers)
         computed_from = with_graph(model, [layer.module for layer in recorded])
         remaining = list[Tensor]()  # taps of the calls that are still to come
-        called, read = list[nn.Module | Computed](), list[Tensor]()
-        kept = None if results is None else list[Tensor]()
+        called = list[nn.Module | Computed]()
+        inputs_read = list[Tensor]()
+        all_results = None if results is None else list[Tensor]()
 
         def tap(callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
             """Note a call, and add its tap to the output."""
             if not remaining or out.shape != remaining[0].shape:
                 raise ModelError(OTHER_CALLS)
             called.append(callee)
-            read.append(a)
+            inputs_read.append(a)
             return out.add_(remaining.pop(0))
 
         def loss_of(
@@ -104,19 +105,19 @@ class ByVmap:
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
             """Return the loss of one sample, of which gradients are computed, and the rest."""
             called.clear()
-            read.clear()
+            inputs_read.clear()
             remaining[:] = taps
             network: Any = model
             replaced = computed_from | trained
             if replaced:
                 network = partial(called_with, model, replaced)
-            with nullcontext() if kept is None else KeptResults(kept):
+            with nullcontext() if all_results is None else KeptResults(all_results):
                 loss, weight = self._alone.loss(network, x, y)
             if remaining:
                 raise ModelError(OTHER_CALLS)
-            return loss, (loss, weight, read, kept or [])
+            return loss, (loss, weight, inputs_read, all_results or [])
 
-        gradient: Any = grad if kept is None else _without_backward
+        gradient: Any = grad if all_results is None else _without_backward
         one = gradient(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(recorded, self.by_function, tap)
