@@ -158,7 +158,8 @@ class RecordWeights:
 
     def __init__(self, function: Callable[..., Tensor], largest: float, *arguments: str) -> None:
         errors = []
-        if not callable(function):
+        anything: Any = function  # a program's mistake may be of any type
+        if not callable(anything):
             errors.append(
                 f"weights must be a function weights({', '.join(arguments)}) that returns one "
                 f"weight per record, not a {type(function).__name__}."

@@ -180,7 +180,7 @@ class SeededNormals:
             normals = _float64_like(places[0]), _float64_like(places[1])
             box_muller(*drawn, *normals)
             for number, (place, normal) in enumerate(zip(places, normals, strict=True), 2):
-                dither = words(number, len(place), np.int32)
+                dither = words(number, len(place), np.int32)  # multiples of 2^-32 of the width
                 place.copy_(normal.add_(dither, alpha=DITHER * 2.0**-32))
 
 
