@@ -134,7 +134,7 @@ class Structure:
             width = max(shape[-1], 1)
             places = torch.arange(samples * like[:1].numel()) % width
             times = min(next(turns), max(1, width // 2))  # 1, 0, 1, 0; then 1, 1, 0, 0
-            alternating = 1 - places // times % 2
+            alternating: Tensor = 1 - places // times % 2
             return alternating.view(shape).to(like)
 
         def rows(like: Tensor) -> Tensor:
