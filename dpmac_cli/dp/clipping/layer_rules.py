@@ -211,7 +211,7 @@ def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParam
         gradient = gradients[name]
         if isinstance(gradient, OuterProducts):
             outputs = gradient.grad_output.shape[2]
-            gradient.weights(to.view(len(to), outputs, -1))
+            gradient.weights(out=to.view(len(to), outputs, -1))
         else:
             to.copy_(gradient.reshape(len(to), -1))
 

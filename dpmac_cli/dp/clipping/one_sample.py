@@ -98,7 +98,8 @@ class OneSample:
         with nullcontext() if self._rowwise else apart:
             outputs = network(rows)
             loss_of = _without_memory(self._loss_of)
-            losses = loss_of(outputs.float() if self.single else outputs, labels)
+            of_loss = outputs.float() if self.single else outputs
+            losses = loss_of(of_loss, labels)
         if self._weigh is not None:
             if apart.weights is not None:
                 raise ModelError(TWO_WEIGHTS)

@@ -106,7 +106,7 @@ def _lstm_backward(
         before[1] * forget * (1 - forget),
         update * (1 - new * new),
     )
-    of_cell = torch.stack(by_gate, 2)
+    of_cell = torch.stack(by_gate, 2)  # (rows, time, 3, size)
     of_out = cell * out * (1 - out)
     of_hidden = out * (1 - cell * cell)
     hidden = torch.zeros_like(before[0][:, 0])
@@ -115,9 +115,9 @@ def _lstm_backward(
     for t in reversed(range(x.shape[1])):
         hidden = hidden + outputs[:, t]
         carried = carried + hidden * of_hidden[:, t]
-        by_cell = (carried.unsqueeze(1) * of_cell[:, t]).flatten(1)
+        by_cell = carried.unsqueeze(1) * of_cell[:, t]
         by_out = hidden * of_out[:, t]
-        g = torch.cat([by_cell, by_out], 1)
+        g = torch.cat([by_cell.flatten(1), by_out], 1)
         backwards.append(g)
         hidden = through(g)
         carried = carried * forget[:, t]
@@ -160,7 +160,8 @@ def _gru_backward(
     for t in reversed(range(x.shape[1])):
         hidden = hidden + outputs[:, t]
         hidden_backwards.append(hidden)
-        g = (hidden.unsqueeze(1) * of_gates[:, t]).flatten(1)
+        by_gate = hidden.unsqueeze(1) * of_gates[:, t]
+        g = by_gate.flatten(1)
         backwards.append(g)
         hidden = through(g) + hidden * keep[:, t]
     of_states = torch.stack(backwards[::-1], 1)
