@@ -85,11 +85,11 @@ OF_NUMBERS: Mapping[str, Loss] = MappingProxyType(
 )
 
 
-def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+def _of_numbers(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each sample's number, shape (samples,).
 
     Args:
-        each: loss per number, such as :func:`_squared`.
+        loss: loss per number, such as :func:`_squared`.
         outputs: shape (samples, 1).
         targets: shape (samples, 1).
 
@@ -101,7 +101,7 @@ def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
             f"The network's outputs have shape {tuple(outputs.shape)}, but the numbers to predict "
             f"{tuple(targets.shape)}. Both need shape (samples, 1)."
         )
-    losses = each(outputs, targets.to(outputs.dtype))
+    losses = loss(outputs, targets.to(outputs.dtype))
     return losses.squeeze(1)
 
 

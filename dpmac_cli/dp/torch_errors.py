@@ -64,7 +64,7 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
+def code_of_network(batch: Any, subject: str = "The network") -> Iterator[None]:
     """Convert a failure of user code on records to a ModelError, for the block below ``with``.
 
     The error contains neither the original message, which may quote private records, nor the
@@ -72,7 +72,7 @@ def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
 
     Args:
         batch: tensors that the code gets, shape (samples, ...) each.
-        what: subject of the message: the network, or another function of records.
+        subject: of the message: the network, or another function of records.
 
     Raises:
         ModelError: the code failed. Failures of memory and of the device pass unchanged.
@@ -87,7 +87,7 @@ def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
         shapes = [str(tuple(t.shape[1:])) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         remedy = OUT_OF_RANGE if _says(failure, INDEX) else ""
         raise ModelError(
-            f"{what} failed on samples of shape {', '.join(shapes)}: "
+            f"{subject} failed on samples of shape {', '.join(shapes)}: "
             f"{type_and_place(failure)}. {remedy}"
             "Its message may contain private records, so it is not repeated. On the command line, "
             "dpmac train --debug shows it; in a program, it is the __cause__ of this error."

@@ -158,7 +158,8 @@ class RecordWeights:
 
     def __init__(self, function: Callable[..., Tensor], largest: float, *arguments: str) -> None:
         errors = []
-        if not callable(function):
+        anything: Any = function  # a program's mistake may be of any type
+        if not callable(anything):
             errors.append(
                 f"weights must be a function weights({', '.join(arguments)}) that returns one "
                 f"weight per record, not a {type(function).__name__}."
@@ -338,9 +339,9 @@ class WeightsApart(TorchFunctionMode):
         if target.numel() != self._rows:
             self._refuse(func, f"{name}= and {target.numel()} targets per record")
 
-    def _refuse(self, func: Any, why: str) -> NoReturn:
-        """Raise ModelError; ``why`` names the arguments."""
-        raise ModelError(f"The loss calls {func.__name__} with {why}. {REMEDY}")
+    def _refuse(self, func: Any, reason: str) -> NoReturn:
+        """Raise ModelError; ``reason`` names the arguments."""
+        raise ModelError(f"The loss calls {func.__name__} with {reason}. {REMEDY}")
 
 
 def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:

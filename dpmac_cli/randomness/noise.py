@@ -57,8 +57,8 @@ def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> N
     angle.mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
     sines = circle_(angle, first)
     first.mul_(radius)
-    rest = len(second)
-    torch.mul(sines[:rest], radius[:rest], out=second)
+    count = len(second)
+    torch.mul(sines[:count], radius[:count], out=second)
 
 
 def in_float64(words: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class SeededNormals:
             normals = _float64_like(places[0]), _float64_like(places[1])
             box_muller(*drawn, *normals)
             for number, (place, normal) in enumerate(zip(places, normals, strict=True), 2):
-                dither = words(number, len(place), np.int32)
+                dither = words(number, len(place), np.int32)  # multiples of 2^-32 of the width
                 place.copy_(normal.add_(dither, alpha=DITHER * 2.0**-32))
 
 

@@ -133,9 +133,9 @@ class Structure:
             shape = (samples, *like.shape[1:])
             width = max(shape[-1], 1)
             places = torch.arange(samples * like[:1].numel()) % width
-            times = min(next(turns), max(1, width // 2))
-            alternating: Tensor = (1 - places // times % 2).view(shape).to(like)
-            return alternating
+            times = min(next(turns), max(1, width // 2))  # 1, 0, 1, 0; then 1, 1, 0, 0
+            alternating: Tensor = 1 - places // times % 2
+            return alternating.view(shape).to(like)
 
         def rows(like: Tensor) -> Tensor:
             return numbers(like) if like.is_floating_point() else integers(like)

@@ -70,40 +70,54 @@ class ByVmap:
         y: Batch,
         results: list[Tensor] | None = None,
     ) -> tuple[Tensor, Weights, UsesOrGradients]:
-        """Return losses, weights, and uses or gradients of a chunk; see :class:`.PerSample`.
+        """Compute a chunk.
 
-        If ``results`` is a list, results of all operations are added to it instead of gradients.
+        Args:
+            model: the network, or a copy of it.
+            layers: its layers.
+            x: inputs, see :class:`.PerSample`.
+            y: their labels.
+            results: list to which the results of all operations are added; None for gradients.
+
+        Returns:
+            Losses, weights, and for each layer its uses or gradients; none of these with
+            ``results``.
         """
         recorded = self.recorded_of(layers)
         taps = self._zero_taps(layers)
         trained = self._parameters_without_rule(model, layers)
         computed_from = with_graph(model, [layer.module for layer in recorded])
         remaining = list[Tensor]()  # taps of the calls that are still to come
-        called, read = list[nn.Module | Computed](), list[Tensor]()
-        kept = None if results is None else list[Tensor]()
+        called = list[nn.Module | Computed]()
+        inputs_read = list[Tensor]()
+        all_results = None if results is None else list[Tensor]()
 
         def tap(callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
+            """Note a call, and add its tap to the output."""
             if not remaining or out.shape != remaining[0].shape:
                 raise ModelError(OTHER_CALLS)
             called.append(callee)
-            read.append(a)
+            inputs_read.append(a)
             return out.add_(remaining.pop(0))
 
         def loss_of(
             taps: Sequence[Tensor], trained: dict[str, Tensor], x: Batch, y: Batch
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
+            """Return the loss of one sample, of which gradients are computed, and the rest."""
             called.clear()
-            read.clear()
+            inputs_read.clear()
             remaining[:] = taps
+            network: Any = model
             replaced = computed_from | trained
-            network = partial(called_with, model, replaced) if replaced else model
-            with nullcontext() if kept is None else KeptResults(kept):
+            if replaced:
+                network = partial(called_with, model, replaced)
+            with nullcontext() if all_results is None else KeptResults(all_results):
                 loss, weight = self._alone.loss(network, x, y)
             if remaining:
                 raise ModelError(OTHER_CALLS)
-            return loss, (loss, weight, read, kept or [])
+            return loss, (loss, weight, inputs_read, all_results or [])
 
-        gradient: Any = grad if kept is None else _without_backward
+        gradient: Any = grad if all_results is None else _without_backward
         one = gradient(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         taps_on = tapped(recorded, self.by_function, tap)

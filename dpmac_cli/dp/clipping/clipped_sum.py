@@ -168,10 +168,12 @@ class ClippedChunkSum:
         """Write the sum for given norms."""
         c, valid = clip_weights(squared, self._limit)
         c = torch.where(counted, c * weights.value, 0)  # after clipping: w c (g - m)
-        total, c, kept = c.sum(), c.to(out.dtype), self._mask(valid)
+        total = c.sum()
+        c = c.to(out.dtype)
+        finite = self._mask(valid)
         for layer, form in gradients:
             of_layer = out[layer.start : layer.stop]
-            form.weighted_sum(c, kept, of_layer)
+            form.weighted_sum(c, finite, of_layer)
         if not region.is_ball:
             out.addcmul_(region.centre.to(out.dtype), -total.to(out.dtype))
 

@@ -221,15 +221,16 @@ class PositionProducts:
         """
         parts = self.layer.slices
         if metric.centre is None:
-            by_grad_output = vector_norm(grad_output, dim=2, dtype=torch.float64)
-            by_grad_output = by_grad_output * metric.inverse.double().sqrt()
+            norms = vector_norm(grad_output, dim=2, dtype=torch.float64)
+            by_grad_output = norms * metric.inverse.double().sqrt()
         else:
             largest_by_parameter = []
             for part in parts.values():
                 by_output = metric.inverse[part].view(self.sizes.outputs, -1)
                 largest_by_parameter.append(by_output.amax(1))
             largest = reduce(torch.maximum, largest_by_parameter)
-            by_grad_output = vector_norm(grad_output * largest.double().sqrt(), dim=2)
+            whitened = grad_output * largest.double().sqrt()
+            by_grad_output = vector_norm(whitened, dim=2)
         squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
         by_input = squares.add_(float("bias" in parts)).sqrt_()
         reach: Tensor = (by_grad_output * by_input).sum(1).square_()
@@ -258,7 +259,8 @@ class PositionProducts:
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
 
-        The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+        The error of G_i is at most u R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric, so
+        that of its squared norm is at most u R_i (2 ||G_i|| + u R_i).
         """
         grad_output = self._grad_outputs(uses)
         a = self._inputs(uses)
@@ -272,7 +274,8 @@ class PositionProducts:
             g = products.weights().flatten(1)
             weights = slice(outputs.start * inputs, outputs.stop * inputs)
             total[samples] += metric.squares(g, weights, out=g)
-        off = reach.sqrt().mul_(roundoff(self.sizes.positions, grad_output.dtype))
+        u = roundoff(self.sizes.positions, grad_output.dtype)
+        off = reach.sqrt().mul_(u)
         slack = off * (2 * total.sqrt() + off) + roundoff(ROW, grad_output.dtype) * total
         return SquaredNorms(total, slack, reach)
 
@@ -300,7 +303,7 @@ class PositionProducts:
             "weight", shape (O, K), and "bias", shape (O,).
         """
         module: Any = use.module
-        c = c.repeat_interleave(use.rows)
+        c = c.repeat_interleave(use.rows)  # one for each row
         finite = None if finite is None else finite.repeat_interleave(use.rows)
         a, grad_output = kept(use.inputs, finite), kept(use.grad_output, finite)
         grad_output = grad_output * c.view(-1, *[1] * (grad_output.ndim - 1))

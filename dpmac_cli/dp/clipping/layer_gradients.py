@@ -172,8 +172,8 @@ class ByChannel:
             rows = slice(begin, begin + some.samples)
             grad_output = unfold.gradients_by_position(use.module, some.grad_output, some.rows)
             patches = unfold.patches_by_channel(use.module, some.inputs, some.rows)
-            to = by_name["weight"][rows].view(-1, outputs, inputs)
-            OuterProducts(grad_output, patches, bias=False).weights(to)
+            products = OuterProducts(grad_output, patches, bias=False)
+            products.weights(out=by_name["weight"][rows].view(-1, outputs, inputs))
             if "bias" in by_name:
                 torch.sum(grad_output, 1, out=by_name["bias"][rows])
             begin = rows.stop

@@ -185,12 +185,13 @@ def instantiate(layer: Layer, uses: Sequence[Use], samples: int | None = None) -
     columns = [grad_output.new_empty(total, p.numel()) for p in layer.parameters.values()]
     begin = 0
     for first, *others in in_groups(uses, step):
-        to = [column[begin : begin + step] for column in columns]
-        _write(layer, first, through, to)
+        rows = slice(begin, begin + step)
+        sums = [column[rows] for column in columns]
+        _write(layer, first, through, sums)
         for use in others:
-            more = [torch.empty_like(part) for part in to]
-            _write(layer, use, through, more)
-            for part, term in zip(to, more, strict=True):
+            terms = [torch.empty_like(part) for part in sums]
+            _write(layer, use, through, terms)
+            for part, term in zip(sums, terms, strict=True):
                 part.add_(term)
         begin += step
     return columns
@@ -210,7 +211,7 @@ def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParam
         gradient = gradients[name]
         if isinstance(gradient, OuterProducts):
             outputs = gradient.grad_output.shape[2]
-            gradient.weights(to.view(len(to), outputs, -1))
+            gradient.weights(out=to.view(len(to), outputs, -1))
         else:
             to.copy_(gradient.reshape(len(to), -1))
 

@@ -110,8 +110,9 @@ def blocks(size: int, device: torch.device, skipped: Sequence[slice] = ()) -> li
     ends = [gap.start for gap in skipped] + [size]
     slices: list[slice] = []
     for begin, end in zip(begins, ends, strict=True):
-        count = max(1, round((end - begin) / BLOCK)) if device.type == "cpu" else 1
-        step = max(1, -(-(end - begin) // count))
+        size_between = end - begin
+        count = max(1, round(size_between / BLOCK)) if device.type == "cpu" else 1
+        step = max(1, -(-size_between // count))
         for first in range(begin, end, step):
             slices.append(slice(first, min(first + step, end)))
     return slices

@@ -71,8 +71,9 @@ class LookedUp:
             value = value.sub_(cross, alpha=2).add_(metric.s3)
         # By the triangle and the Cauchy-Schwarz inequality. m A has the precision of the metric.
         reach = by_view.sqrt().sum(1)
+        u = roundoff(views, metric.inverse.dtype)
         slack = (reach + metric.s3.sqrt()).square_()
-        slack.mul_(roundoff(views, metric.inverse.dtype))
+        slack.mul_(u)
         # With a single view, the sum reads the same floats as the norm.
         reach = reach.square_() if views > 1 else torch.zeros_like(reach)
         return SquaredNorms(value, slack, reach)
@@ -92,9 +93,10 @@ class LookedUp:
 
     def _summed(self, g: Tensor) -> Tensor:
         """Return the gradient h of the row of each vector, in the shape of ``g``."""
-        by_column = self.rows.transpose(1, 2)
-        alike = (by_column.unsqueeze(3) == by_column.unsqueeze(2)).double()
-        return (alike @ g.transpose(1, 2)).transpose(1, 2)
+        by_column = self.rows.transpose(1, 2)  # (samples, columns, views)
+        alike = by_column.unsqueeze(3) == by_column.unsqueeze(2)
+        summed = alike.double() @ g.transpose(1, 2)
+        return summed.transpose(1, 2)
 
     def _rows_of(self, coordinates: Tensor) -> Tensor:
         """Return the coordinates of the row of each vector, float64, in the shape of vectors."""

@@ -98,7 +98,8 @@ class OneSample:
         with nullcontext() if self._rowwise else apart:
             outputs = network(rows)
             loss_of = _without_memory(self._loss_of)
-            losses = loss_of(outputs.float() if self.single else outputs, labels)
+            of_loss = outputs.float() if self.single else outputs
+            losses = loss_of(of_loss, labels)
         if self._weigh is not None:
             if apart.weights is not None:
                 raise ModelError(TWO_WEIGHTS)
@@ -134,7 +135,8 @@ class OneSample:
                 loss, weight = self.loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            yield loss.detach(), weight, {name: _take_gradient(p) for name, p in trained.items()}
+            gradients = {name: _take_gradient(p) for name, p in trained.items()}
+            yield loss.detach(), weight, gradients
 
 
 def _without_memory(loss: Loss) -> Loss:

@@ -64,23 +64,27 @@ class OuterProducts:
         slack = (reach + (metric.s3 * (1 + u)).sqrt()).square_().mul_(u)
         slack.add_(self._underflow(a_squared, grad_output_squared, metric), alpha=terms)
         cross = self._contract(a, grad_output, metric.centre_inverse)
-        value = alike.sum(1).sub_(cross.sum(1), alpha=2).add_(metric.s3)
-        if terms > 1:
-            i, j = torch.triu_indices(terms, terms, 1, device=a.device)
-            a_pairs = a[:, i] * a[:, j]
-            grad_output_pairs = grad_output[:, i] * grad_output[:, j]
-            across = self._contract(a_pairs, grad_output_pairs, metric.inverse)
-            value.add_(across.sum(1), alpha=2)
-        # With a single term, the sum reads the same floats as the norm.
-        reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
-        return SquaredNorms(value, slack, reach)
+        s1 = alike.sum(1)  # without pairs of different terms
+        s2 = cross.sum(1)
+        value = s1.sub_(s2, alpha=2).add_(metric.s3)
+        if terms == 1:
+            # The sum reads the same floats as the norm.
+            return SquaredNorms(value, slack, reach=torch.zeros_like(reach))
+        i, j = torch.triu_indices(terms, terms, 1, device=a.device)
+        a_pairs = a[:, i] * a[:, j]
+        grad_output_pairs = grad_output[:, i] * grad_output[:, j]
+        across = self._contract(a_pairs, grad_output_pairs, metric.inverse)
+        value.add_(across.sum(1), alpha=2)
+        return SquaredNorms(value, slack, reach.square_())
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute sum_i c_i delta_i a_i^T as one product, and sum_i c_i delta_i for the bias."""
         outputs = self.grad_output.shape[2]
-        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid).view(-1, outputs)
+        inputs = self.a.shape[2]
+        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid)
+        weighted = weighted.view(-1, outputs)
         weight, bias = self._split(out)
-        multiply(weighted, kept(self.a, valid).view(-1, self.a.shape[2]), weight)
+        multiply(weighted, kept(self.a, valid).view(-1, inputs), weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 

@@ -308,17 +308,20 @@ class PerSample:
         like = first_parameter(self.layers)
         samples = samples_in(x)
         by_layer = [like.new_zeros(samples, layer.stop - layer.start) for layer in self.layers]
-        losses, weights, cut = list[Tensor](), list[Tensor](), list[Tensor]()
-        for i, (loss, weight, gradients) in enumerate(self._alone.one_by_one(self._model, x, y)):
+        losses = list[Tensor]()
+        values, cut = list[Tensor](), list[Tensor]()  # of the weights
+        one_by_one = self._alone.one_by_one(self._model, x, y)
+        for i, (loss, weight, gradients) in enumerate(one_by_one):
             losses.append(loss)
-            weights.append(weight.value)
+            values.append(weight.value)
             cut.append(weight.cut)
             for layer, names, of_layer in zip(self.layers, self._names, by_layer, strict=True):
                 for name, part in zip(names, layer.slices.values(), strict=True):
                     g = gradients.pop(name)
                     if g is not None:
                         of_layer[i, part] = g.flatten()
-        return torch.stack(losses), Weights(torch.stack(weights), torch.stack(cut)), [*by_layer]
+        weights = Weights(torch.stack(values), torch.stack(cut))
+        return torch.stack(losses), weights, [*by_layer]
 
     def _try(self) -> str | None:
         """Find the layers to record; return why vmap cannot run the network, None if it can."""

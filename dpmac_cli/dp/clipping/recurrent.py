@@ -106,7 +106,7 @@ def _lstm_backward(
         before[1] * forget * (1 - forget),
         update * (1 - new * new),
     )
-    of_cell = torch.stack(by_gate, 2)
+    of_cell = torch.stack(by_gate, 2)  # (rows, time, 3, size)
     of_out = cell * out * (1 - out)
     of_hidden = out * (1 - cell * cell)
     hidden = torch.zeros_like(before[0][:, 0])
@@ -115,9 +115,9 @@ def _lstm_backward(
     for t in reversed(range(x.shape[1])):
         hidden = hidden + outputs[:, t]
         carried = carried + hidden * of_hidden[:, t]
-        by_cell = (carried.unsqueeze(1) * of_cell[:, t]).flatten(1)
+        by_cell = carried.unsqueeze(1) * of_cell[:, t]
         by_out = hidden * of_out[:, t]
-        g = torch.cat([by_cell, by_out], 1)
+        g = torch.cat([by_cell.flatten(1), by_out], 1)
         backwards.append(g)
         hidden = through(g)
         carried = carried * forget[:, t]
@@ -144,9 +144,11 @@ def _gru_backward(
 ) -> Gradients:
     """Return the gradients of :func:`_gru` over all time steps; arguments: see :class:`Kind`."""
     size = outputs.shape[2]
-    reset, keep = (x + h)[..., : 2 * size].sigmoid().chunk(2, 2)
+    gates = (x + h)[..., : 2 * size]
+    reset, keep = gates.sigmoid().chunk(2, 2)
+    new_x = x[..., 2 * size :]
     new_h = h[..., 2 * size :]
-    new = (x[..., 2 * size :] + reset * new_h).tanh()
+    new = (new_x + reset * new_h).tanh()
     # Derivatives of the hidden state w.r.t. the gates.
     of_new = (1 - keep) * (1 - new * new)
     of_reset = of_new * new_h * reset * (1 - reset)
@@ -158,7 +160,8 @@ def _gru_backward(
     for t in reversed(range(x.shape[1])):
         hidden = hidden + outputs[:, t]
         hidden_backwards.append(hidden)
-        g = (hidden.unsqueeze(1) * of_gates[:, t]).flatten(1)
+        by_gate = hidden.unsqueeze(1) * of_gates[:, t]
+        g = by_gate.flatten(1)
         backwards.append(g)
         hidden = through(g) + hidden * keep[:, t]
     of_states = torch.stack(backwards[::-1], 1)

@@ -54,16 +54,20 @@ class TiedProducts:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
+        # The products <l_t, l_t'>, of two tokens, of a position and a token, of two positions.
         tokens = self.tokens
         outputs = self.outputs.double()
         alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).double()
-        places = tokens.unsqueeze(1).expand(-1, outputs.shape[1], -1)
-        both = outputs.gather(2, places)  # <l_t, l_t'> of a position t and a token t'
+        positions = outputs.shape[1]
+        places = tokens.unsqueeze(1).expand(-1, positions, -1)
+        both = outputs.gather(2, places)
         upper = torch.cat([alike, both.mT], 2)
         lower = torch.cat([both, outputs @ outputs.mT], 2)
         left = torch.cat([upper, lower], 1)
         right = torch.cat([self.vectors, self.inputs], 1).double()
-        terms = right.shape[1] + self.outputs.shape[2] + right.shape[2]
+        _, uses, width = right.shape
+        words = self.outputs.shape[2]
+        terms = uses + words + width
         return norms_by_gram(left, right @ right.mT, terms, metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
@@ -94,8 +98,8 @@ class TiedProducts:
 
 def _product(outputs: Tensor, inputs: Tensor, tokens: Tensor, vectors: Tensor) -> Tensor:
     """Return the sum of l_t r_t^T over samples and positions, shape (words, width)."""
-    total = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
-    return total.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
+    of_positions = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
+    return of_positions.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
 
 
 def tied_products(uses: Sequence[Use]) -> TiedProducts | None:

@@ -68,16 +68,32 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     samples = len(a) // views
     if isinstance(module, nn.Linear):
         return a.reshape(samples, -1, module.in_features)
-    kernel = module.kernel_size
-    patches = _with_zeros(module, a)
-    sizes = zip(kernel, module.stride, module.dilation, strict=True)
-    for dim, (size, step, gap) in enumerate(sizes, 2):
-        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    patches = _unfolded(module, _with_zeros(module, a), first_dim=2)
     by_view = torch.unflatten(patches, 0, (samples, views))  # (samples, views, channels, ...)
-    places = range(3, 3 + len(kernel))
-    taps = range(3 + len(kernel), by_view.ndim)
+    dims = len(module.kernel_size)
+    places = range(3, 3 + dims)
+    taps = range(3 + dims, 3 + 2 * dims)
     by_tap = by_view.permute(0, 2, *taps, 1, *places)  # (samples, channels, taps, views, places)
-    return by_tap.reshape(samples, module.weight[0].numel(), -1).mT
+    patch_size = module.weight[0].numel()
+    return by_tap.reshape(samples, patch_size, -1).mT
+
+
+def _unfolded(conv: Any, padded: Tensor, first_dim: int) -> Tensor:
+    """Return the pixels that each tap of a kernel reads at each position.
+
+    Args:
+        conv: the convolution.
+        padded: its inputs, with their padding.
+        first_dim: first of the dimensions of space.
+
+    Returns:
+        The inputs with positions instead of pixels, and one more dimension for each of the kernel.
+    """
+    patches = padded
+    sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    for dim, (size, step, gap) in enumerate(sizes, first_dim):
+        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    return patches
 
 
 def patches_by_channel(conv: Any, a: Tensor, views: int = 1) -> Tensor:
@@ -92,13 +108,13 @@ def patches_by_channel(conv: Any, a: Tensor, views: int = 1) -> Tensor:
         views: number of rows per sample.
     """
     a, zeros = _padded(conv, a)
-    patches = pad(a.movedim(1, -1), [0, 0, *_both_sides(zeros)]).contiguous()
-    sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
-    for dim, (size, step, gap) in enumerate(sizes, 1):
-        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    channels_last = a.movedim(1, -1)
+    padded = pad(channels_last, [0, 0, *_both_sides(zeros)]).contiguous()
+    patches = _unfolded(conv, padded, first_dim=1)
     channels = 1 + len(conv.kernel_size)  # after the rows and their positions
     samples = len(a) // views
-    return patches.movedim(channels, -1).reshape(samples, -1, conv.weight[0].numel())
+    patch_size = conv.weight[0].numel()
+    return patches.movedim(channels, -1).reshape(samples, -1, patch_size)
 
 
 def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> Tensor:

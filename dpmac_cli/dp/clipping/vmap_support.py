@@ -157,7 +157,8 @@ class DrawnAgain(TorchFunctionMode):
             return func(*args, **kwargs)
 
         def probabilities(tensor: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
-            return torch.zeros_like(tensor) + p
+            filled: Tensor = torch.zeros_like(tensor) + p
+            return filled
 
         return torch.bernoulli(probabilities(*args, **kwargs))
 
