@@ -314,7 +314,7 @@ def of_adult(packages: Path | None) -> Data:
 
 
 def table(file: Path) -> str:
-    """Return a table of means over seeds."""
+    """Return a table of means over seeds, and over repeated runs by silos."""
     accuracies = defaultdict[tuple[Any, ...], list[float]](list)
     for line in read_lines(file):
         name = "alone" if line["alone"] else line["shares"] if line["silos"] > 1 else "all"
@@ -326,7 +326,7 @@ def table(file: Path) -> str:
         for (data, epsilon, silos, name, way), each in sorted(accuracies.items())
     ]
     head = (
-        "| data | epsilon | silos | shares | way | accuracy | range | seeds |",
+        "| data | epsilon | silos | shares | way | accuracy | range | runs |",
         "|---" * 8 + "|",
     )
     return "\n".join((*head, *rows))

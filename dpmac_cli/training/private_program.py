@@ -54,7 +54,7 @@ class PrivateProgram(Unshared):
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
         on_records: tuple[str, ...] = (),
-        whole: Account | None = None,
+        shared: Account | None = None,
     ) -> None:
         """Plan the steps that the budget allows after earlier training.
 
@@ -63,7 +63,7 @@ class PrivateProgram(Unshared):
             earlier: accounts of what the network was trained on before.
             notes: messages on the settings.
             on_records: messages on the records, which are private.
-            whole: account of the records, in which steps begin; None if a program has none.
+            shared: account of the records, in which steps begin; None if a program has none.
 
         Raises BudgetError if the budget allows no step.
         """
@@ -71,7 +71,7 @@ class PrivateProgram(Unshared):
         keep_freed_memory()
         self._plan, self._notes, self._on_records = plan, notes, on_records
         before = tuple(account.alone() for account in earlier)
-        self._account = account_of(plan, whole, event=plan.event, earlier=before)
+        self._account = account_of(plan, shared, event=plan.event, earlier=before)
         self._account.shorten()
         self._keys = make_keys(None)
         self._left_out = 0  # steps of epochs that were begun and not finished
@@ -199,10 +199,10 @@ class PrivateProgram(Unshared):
             )
 
 
-def account_of(plan: Plan, whole: Account | None, **values: Any) -> Account:
+def account_of(plan: Plan, shared: Account | None, **values: Any) -> Account:
     """Return the account of a training, whose events begin in that of the records, if any."""
     values = {**plan.of_account, **values}
-    if whole is None:
+    if shared is None:
         return Account(**values)
-    values |= {"target": plan.settings.epsilon, "order": whole.order}
-    return Part(shared=whole, number=whole.number, reserved=values.get("begun", 0), **values)
+    values |= {"target": plan.settings.epsilon, "order": shared.order}
+    return Part(shared=shared, number=shared.number, reserved=values.get("begun", 0), **values)

@@ -134,7 +134,7 @@ class PrivateStep(PrivateProgram):
 
     __slots__ = (
         *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
-        *("_structure", "_sums", "_weigh", "_whole"),
+        *("_structure", "_sums", "_weigh", "_shared"),
     )
     _plan: Plan
 
@@ -154,7 +154,7 @@ class PrivateStep(PrivateProgram):
         _check_arguments(model, loss, sampling, account, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
         self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
-        self._whole = account
+        self._shared = account
         earlier = carried_by(model, (loss, weights))
         if account is not None:
             earlier = tuple(each for each in earlier if each.number != account.number)
@@ -177,7 +177,7 @@ class PrivateStep(PrivateProgram):
         plan = replace(plan, settings=plan.settings.replace(ema=None))
         if account is not None:
             _check_account(account, plan)
-        self._begin(plan, earlier, notes, whole=account)
+        self._begin(plan, earlier, notes, shared=account)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
@@ -345,16 +345,16 @@ class PrivateStep(PrivateProgram):
             )
         check_state(saved)
         *earlier, last = map(ACCOUNT.validate_python, saved["trainings"])
-        if self._whole is None:
+        if self._shared is None:
             accounts = (*earlier, with_lost(last, earlier, taken))
         else:
-            check_counts(self._whole, last, taken)
+            check_counts(self._shared, last, taken)
             accounts = tuple(earlier)
         check_composable(accounts)
         plan, step = self._plan, saved["numbers"]["step"]
         self._account = account_of(
             plan,
-            self._whole,
+            self._shared,
             event=plan.event.first(max(0, plan.event.steps - step)),
             base=step,
             begun=step,

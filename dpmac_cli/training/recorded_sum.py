@@ -43,7 +43,16 @@ Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 def cuda_graph(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Record a function as a CUDA graph. Raises RuntimeError if it reads a value of a tensor."""
+    """Record a function as a CUDA graph.
+
+    Args:
+        function: computes a tensor from others, whose memory stays where it is.
+
+    Returns:
+        The tensor, and what computes it again from what then lies in the same memory.
+
+    Raises RuntimeError if the function reads a value of a tensor, which a graph cannot.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function()
@@ -109,7 +118,16 @@ class RecordedChunkSum(ClippedChunkSum):
         return valid  # to ask whether all are would wait for the device
 
     def _recorded(self, rows: int, like: Ellipsoid, out: Tensor) -> _Recording | str:
-        """Record a chunk of made-up rows; return why, unless its replay gives the same bits."""
+        """Record a chunk of made-up rows.
+
+        Args:
+            rows: number of rows of the chunk.
+            like: region of the same shape as those of steps.
+            out: the sum is written to it, shape (d,).
+
+        Returns:
+            The recording, or why there is none: for example, its replay gives other bits.
+        """
         if not self._per_sample.vmapped:
             return LOOPED
         x, y = self._per_sample.made_up(rows)

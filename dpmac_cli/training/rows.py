@@ -132,7 +132,12 @@ class Form:
 
     @staticmethod
     def of(record: Any, structure: Structure) -> "Form | None":
-        """Return the form of a record, or None if it has other parts than numbers and arrays."""
+        """Return the form of a record, or None if it has other parts than numbers and arrays.
+
+        Args:
+            record: the first record of a dataset.
+            structure: structure of its row after ``default_collate``.
+        """
         nesting = tree_map(lambda part: None, record)
         parts = _parts_of(record, nesting)
         if parts is None or not all(map(_is_stackable, parts)):
@@ -351,7 +356,14 @@ class NumberColumn(Column):
 
 
 def column_of(name: str, like: Tensor, kind: type, count: int) -> Column:
-    """Return the column for a part of records, whose type is ``kind``."""
+    """Return the column for a part of records.
+
+    Args:
+        name: place of the part in the batch, for messages.
+        like: a batch with the shape and type of the rows.
+        kind: type of the part in the first record.
+        count: number of records.
+    """
     if not issubclass(kind, Tensor):
         return NumberColumn(name, like, kind, count)
     scalar = kind is Tensor and like.ndim == 1 and like.dtype in EXACT
@@ -359,7 +371,10 @@ def column_of(name: str, like: Tensor, kind: type, count: int) -> Column:
 
 
 def as_row(collated: Any) -> Any:
-    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault."""
+    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault.
+
+    The tensors are copies, because a dataset may write every record to the same memory.
+    """
     if isinstance(collated, Mapping) and not isinstance(collated, dict):
         collated = dict(collated)
     for name, part in parts_by_name(collated).items():
@@ -381,7 +396,18 @@ def as_row(collated: Any) -> Any:
 
 
 def joined(structure: Structure, rows: Iterator[Any]) -> Batch | Fault:
-    """Return rows as one batch, or the fault of one of them, after which no other is read."""
+    """Return rows as one batch, or the fault of one of them, after which no other is read.
+
+    Args:
+        structure: structure that every row must have.
+        rows: batches of one row each, or faults, which are read one by one.
+
+    >>> row = Structure.of(torch.zeros(1, 2))
+    >>> joined(row, iter([torch.ones(1, 2), torch.ones(1, 2)])).shape
+    torch.Size([2, 2])
+    >>> joined(row, iter([torch.ones(1, 3)])).why.startswith("batch of a record has shape (3,)")
+    True
+    """
     template, spec = tree_flatten(structure.template)
     names = list(parts_by_name(structure.template))
     columns: list[list[Tensor]] = [[] for _ in template]

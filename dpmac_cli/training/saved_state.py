@@ -25,11 +25,11 @@ def check_state(saved: object) -> None:
         )
 
 
-def check_counts(whole: Account, last: Account, taken: int | None) -> None:
+def check_counts(shared: Account, last: Account, taken: int | None) -> None:
     """Raise InputError unless an account counts a saved training."""
     if taken is not None:
         raise InputError("The account counts the steps that were taken. Leave taken out.")
-    if last.number != whole.number or not covers(whole.own, last.own):
+    if last.number != shared.number or not covers(shared.own, last.own):
         raise InputError(
             "The account does not count what the training of this state did: it is the account of "
             "other records, or an older copy was restored. Use the one that the training began "

@@ -14,7 +14,10 @@ from dpmac_cli.errors import ModelError
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Complete state of a run."""
+    """Complete state of a run after a step: a resumed run continues from it with new noise.
+
+    Nothing in it depends on a record except through a private mean, so it may be published.
+    """
 
     theta: Tensor  # parameters, shape (d,); the model's tensors are views of it
     moments: Moments  # m and v of the private means
@@ -25,7 +28,11 @@ class TrainState:
     average: Tensor | None = None  # published average of theta; None if theta is published
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, all post-noise."""
+        """Return every tensor by name, all post-noise.
+
+        ``theta``, ``m``, ``v`` and ``average`` have shape (d,), and those of the region too, unless
+        it is a ball. Moments that the optimizer does not keep are empty.
+        """
         named = {
             "theta": self.theta,
             "m": self.moments.m,
