@@ -172,7 +172,12 @@ class Recipe:
         }
 
     def shadow_run(self, noisy: bool) -> ShadowRun:
-        """Train on units that are in by a fair coin each; return its confidence in all records."""
+        """Train on units that are in by a fair coin each; return its confidence in all records.
+
+        Args:
+            noisy: whether the run has the noise, the rate and the steps of the attacked one, or
+                none, and the defaults of runs without noise.
+        """
         plan, prepared = self.noisy if noisy else self.plain, self._prepared[noisy]
         coins = np.random.default_rng().random(len(self.members)) < 0.5
         with tempfile.TemporaryDirectory() as cache:
@@ -184,7 +189,12 @@ class Recipe:
                 return ShadowRun(coins, _confidences(trained, trainer.data, trainer.data.tested))
 
     def scored(self, phi: NDArray[np.float64], shadows: ShadowRun) -> dict[str, Any]:
-        """Return the scores of units by each attack; see :func:`.membership.scored`."""
+        """Return the scores of units by each attack, shape (runs, units).
+
+        Args:
+            phi: confidences of target runs in the records, shape (runs, records).
+            shadows: shadow runs, with a row for each.
+        """
         task = self.noisy.facts.task
         return scored(task, phi, shadows.phi, shadows.coins, self.owners)
 

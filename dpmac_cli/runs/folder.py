@@ -86,7 +86,10 @@ def is_published(run: Path) -> bool:
 
 
 def unpublish(run: Path) -> None:
-    """Remove the files about a run's model, before that changes. Raises OSError."""
+    """Remove the files about a run's model, before that changes.
+
+    A report of an earlier model must never lie beside a later one. Raises OSError.
+    """
     for name in (SUMS, REPORT, CARD, AUDIT, ADAPTER, ADAPTER_CONFIG):
         (run / name).unlink(missing_ok=True)
 
@@ -139,7 +142,15 @@ def make_place(plan: Plan) -> Path:
 
 
 def new_folder(root: Path, stem: str) -> Path:
-    """Create the first free folder of root/stem-1, root/stem-2, ... Raises InputError."""
+    """Create the first free folder of root/stem-1, root/stem-2, ...
+
+    Args:
+        root: folder of all runs, which is created if it is missing.
+        stem: beginning of the name.
+
+    Raises:
+        InputError: ``root`` is a file, or cannot be written to.
+    """
     if os.path.lexists(root) and not root.is_dir():
         raise InputError(f"{root} is a file, but dpmac needs a folder of that name for runs.")
     with _writable(root):
@@ -164,6 +175,9 @@ def _lock(handle: int) -> None:
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Lock a run's folder, at most until the process ends, and remove partial files.
+
+    Whoever writes to a folder holds it. A second process is refused, so that two runs never share
+    a ledger or a checkpoint.
 
     Raises:
         InputError: another process has locked it, or it is not writable.
@@ -236,13 +250,19 @@ def remove_state(run: Path) -> None:
 
 
 def clear(run: Path, *, keep_ledger: bool = False) -> None:
-    """Remove the files that dpmac wrote to a run's folder, by their names. Raises OSError.
+    """Remove the files that dpmac wrote to a run's folder, by their names.
 
     Other files stay, in the folder of checkpoints too. No link is followed.
 
     The checkpoints go first, then the checksums, and the ledger last: a kill in between leaves
-    nothing to resume, and no new file is written before all old ones are gone. A new run's
-    own ledger is kept if ``keep_ledger``.
+    nothing to resume, and no new file is written before all old ones are gone.
+
+    Args:
+        run: the folder.
+        keep_ledger: whether the ledger stays, which a new run has already written.
+
+    Raises:
+        OSError: a file cannot be removed.
     """
     _unlink_folder(run)
     private = run / CHECKPOINTS
@@ -258,7 +278,9 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
 def remove(run: Path) -> None:
     """Remove a run's folder, if there is one; of a link, the link alone.
 
-    Raises OSError, or InputError if files are in it that dpmac did not write.
+    Raises:
+        OSError: a file cannot be removed.
+        InputError: files are in it that dpmac did not write. These stay.
     """
     if run.is_symlink():
         run.unlink()
@@ -383,7 +405,12 @@ def resume_command(run: Path) -> str:
 
 
 def resume_elsewhere_command(run: Path, changes: Iterable[str]) -> str:
-    """Return the command that resumes a run into another folder with other settings."""
+    """Return the command that resumes a run into another folder with other settings.
+
+    Args:
+        run: folder of the run.
+        changes: the settings, as flags with their values.
+    """
     return f"{resume_command(run)} --out NEW {' '.join(changes)}"
 
 

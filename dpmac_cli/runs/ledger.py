@@ -88,14 +88,21 @@ def state_of(step: int, account: Account, planned: TrainingEvent) -> State:
 
 
 def counts_score(base: int, begun: int, end: int) -> bool:
-    """Return whether the ledger of a part counts its planned score: once its last step began."""
+    """Return whether the ledger of a part counts its planned score: once its last step began.
+
+    Args:
+        base: step after which the part begins.
+        begun: last step that may have begun.
+        end: step at which the part ends as planned. A part without steps has no score.
+    """
     return base < end <= begun
 
 
 def read_ledger(run: Path) -> Account | None:
     """Return the account in a run's ledger; None if it is missing or damaged.
 
-    It has no delta and no target, which are settings.
+    It has no delta and no target, which are settings. A file whose checksum does not fit is
+    damaged: no part of it is used, because it might count less than was spent.
     """
     try:
         spent = files.checked((run / folder.CHECKPOINTS / FILE).read_bytes(), "spent")

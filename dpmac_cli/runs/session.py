@@ -147,7 +147,10 @@ class Session:
         return self.account.end
 
     def begin_files(self) -> None:
-        """Write config.yaml and the metrics. A report of an earlier model is removed."""
+        """Write config.yaml and the metrics. A report of an earlier model is removed.
+
+        Raises OSError.
+        """
         folder.unpublish(self.where)
         files.write_atomically(
             self.where / folder.CONFIG, config_file(self.plan.recorded, self.plan.event).encode()
@@ -155,7 +158,12 @@ class Session:
         self.write_metrics()
 
     def save(self) -> None:
-        """Write a checkpoint. Raises OSError, or DivergedError if it could not be resumed from."""
+        """Write a checkpoint, with everything that a resume needs and no secret key.
+
+        Raises:
+            OSError: it cannot be written. The one before is unchanged.
+            DivergedError: a parameter is not finite, so it could not be resumed from.
+        """
         self.trainer.check_finite()
         state = self.trainer.state
         record = {

@@ -101,7 +101,20 @@ def new_run(
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step.
 
-    For arguments, errors and events see :func:`dpmac_cli.release.train.train_plan`.
+    Args:
+        plan: plan of the run.
+        stop: called after every step; True ends the run early.
+        data: records of the plan, or data on the device; None to read them.
+        ranks: the processes of the run; None for one.
+
+    Yields:
+        that it starts, updates, and the session, whose model is trained and not yet published.
+
+    Raises:
+        InputError: data, device or folder cannot be used; nothing was written.
+        BudgetError: the budget allows no step.
+        ModelError: the model mixes samples.
+        RunError: training diverged, memory ran out, or the device failed.
     """
     with torch_failures_explained():
         folder.check_place(plan)
@@ -110,7 +123,7 @@ def new_run(
 
 
 def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent, None, None]:
-    """Run a session in a new folder."""
+    """Run a session in a new folder, whose old run, if any, is removed."""
     plan, where = session.plan, session.where
     with folder.locked(where):
         folder.check_place(plan)  # another run may have ended in it meanwhile
@@ -133,7 +146,17 @@ def continued_run(
 ) -> Generator[SessionEvent, None, None]:
     """Resume a run up to its last step, in its folder or, with the setting ``out``, in another one.
 
-    For arguments, errors and events see :func:`dpmac_cli.release.train.resume`.
+    Args:
+        run: folder of the run.
+        flags: settings that change, by name.
+        stop, data, ranks: see :func:`new_run`.
+
+    Yields:
+        what :func:`new_run` does.
+
+    Raises:
+        InputError: there is no such run, it is finished, a file is damaged, or a setting cannot
+            change. For other errors see :func:`new_run`.
     """
     run, changes = Path(run), dict(Settings.model_validate(flags).explicit)
     folder.check_run_folder(run)
@@ -418,7 +441,12 @@ def _check_config(run: Path, written: str) -> None:
 
 
 def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Reject other numbers of records, other classes or other public weights."""
+    """Reject other numbers of records, other classes or other public weights.
+
+    Args:
+        now: :attr:`.PreparedRun.compared` as it is.
+        before: the same, from the checkpoint.
+    """
     if others := [name for name in now if now[name] != before.get(name)]:
         raise InputError(
             f"The {' and the '.join(others)} are not those that the run started with. Restore "
@@ -427,7 +455,13 @@ def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def _check_elsewhere(run: Path, plan: Plan, step: int) -> None:
-    """Reject the run's own folder as another one, and no further steps. Raises InputError."""
+    """Reject the run's own folder as another one, and no further steps.
+
+    Args:
+        run: folder of the run.
+        plan: plan of the run in the other folder.
+        step: last step that was taken.
+    """
     out, event = plan.settings.out, plan.event
     if out is not None and out.resolve() == run.resolve():
         raise InputError(

@@ -80,7 +80,12 @@ class Trainer(Step):
         super().step()
 
     def will_count(self, records: Uncounted | None, keys: Keys) -> None:
-        """Count records before the first step, with the noise of these keys; None for nothing."""
+        """Count records before the first step.
+
+        Args:
+            records: the records; None if nothing is counted.
+            keys: keys, of which the noise of the counts needs one of its own.
+        """
         if records is not None:
             self.uncounted = records, Noise(keys.ranges, secure=True)
             self._inputs = records.inputs
@@ -272,7 +277,13 @@ def _check_size(plan: Plan, data: Data) -> None:
 
 
 def _sampler(plan: Plan, keys: Keys, size: int) -> KeyedSampler:
-    """Return the sampler of a run, of ``size`` records or units."""
+    """Return the sampler of a run.
+
+    Args:
+        plan: plan of the run, whose rate and steps the sampler has.
+        keys: keys, of which it needs one of its own.
+        size: number of records or units, with the places of an audit that are in.
+    """
     event = plan.event
     return KeyedSampler(
         event.sampler,
