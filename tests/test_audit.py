@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -171,8 +172,9 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     assert lines[-2].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
     audited = json.loads((out / folder.AUDIT).read_text())
-    assert (audited["canaries"], audited["guesses"]) == (100, 50)
-    header = load_model(out).facts
+    assert audited.keys() == {"version", "guesses", "scores", "coins"}  # the claim is the report's
+    assert (len(audited["coins"]), audited["guesses"]) == (100, 50)
+    header = load_model(out).facts.values()
     for facts in (report, header):
         assert facts["sentences"]["audit_run"] == sentences.AUDIT_RUN
         assert facts["settings"]["canaries"] == 100
@@ -201,6 +203,7 @@ def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
     (tmp_path / folder.CONFIG).write_text("")
     text = json.dumps({**kept, "guesses": 40, "scores": scores})
     (tmp_path / folder.AUDIT).write_text(text)
+    shutil.copy(trained[0] / folder.REPORT, tmp_path)
     told, found = (dpmac("eval", tmp_path, "--audit", *flags) for flags in ((), ("--json",)))
     assert (told.exit_code, found.exit_code) == (4, 4)
     assert "40 of 40 guesses right" in told.stdout

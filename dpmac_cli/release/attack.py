@@ -188,7 +188,7 @@ class Recipe:
     def attacked_run(self) -> NDArray[np.float64]:
         """Return the confidence of the attacked run itself in all records."""
         data = on_device(replace(self.data, train=self._pool, test=None), self.device)
-        header = self.released.header
+        header = self.released.facts
         data = data.scaled_as(header.data.records).predicting(header.task)
         return self._confidences(self.released.model, data)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -40,8 +40,6 @@ from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.training.carried_accounts import attach
 
-#: A model file, its weights, its facts, and these as validated.
-ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], "Header"]
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
@@ -61,15 +59,18 @@ class Header(Facts):
 
 @dataclass(frozen=True)
 class Released:
-    """A published model in evaluation mode, the facts published with it, and its file.
+    """A published model, and what its file says of it.
 
-    ``header`` are the facts as validated, and ``reader`` how it reads texts; None if it does not.
+    Attributes:
+        model: the network in evaluation mode.
+        facts: first half of the report of its run.
+        path: the model file.
+        reader: how it reads texts; None if it does not.
     """
 
     model: nn.Module
-    facts: Mapping[str, Any]
+    facts: Facts
     path: Path
-    header: Facts
     reader: TextReader | None
 
 
@@ -105,7 +106,7 @@ def load_model(
             factory; or the public network is missing, or another one.
         ModelError: the network cannot be built, or does not fit the file.
     """
-    file, tensors, kept, facts = _read(Path(path))
+    file, tensors, facts = _read(Path(path))
     reference = _network(file, facts, factory, network)
     features = _features(file, facts, public)
     _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
@@ -132,7 +133,7 @@ def load_model(
     weights.adopt(model, tensors)
     attach(model, _account(facts))
     reader = _text_reader(file, tensors, features)
-    return Released(model.to(device).eval(), kept, file, facts, reader)
+    return Released(model.to(device).eval(), facts, file, reader)
 
 
 def _add_public_weights(
@@ -312,8 +313,8 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
     )
 
 
-def _read(path: Path) -> ModelFile:
-    """Return a model file, its weights, and its facts, also validated. Raises InputError."""
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], "Header"]:
+    """Return a model file, its weights, and its validated facts. Raises InputError."""
     file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
@@ -327,15 +328,16 @@ def _read(path: Path) -> ModelFile:
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(weights.MODEL_HEADER, "{}")
-    facts, kept = parse_file(Header, text, file, FOREIGN, WANTED), json.loads(text)
-    if kept.pop(CHECKSUM) != digest(tensors, kept):
+    facts = parse_file(Header, text, file, FOREIGN, WANTED)
+    sealed = json.loads(text)
+    if sealed.pop(CHECKSUM) != digest(tensors, sealed):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
             "source, or train again."
         )
     if faults := weights.not_finite(tensors):
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
-    return file, tensors, kept, facts
+    return file, tensors, facts
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def score(
     """
     where = choose_device(device)
     released = load_model(path, where, factory=factory, network=network, public=public)
-    file, facts = released.path, released.header
+    file, facts = released.path, released.facts
     below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
     if chosen.dataset in DATASETS:  # before its files are downloaded
         _check_fits(released, published_facts(str(chosen.dataset), chosen.unit))
@@ -111,7 +111,7 @@ def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None
 
 def _check_fits(released: Released, known: DataFacts) -> None:
     """Raise ModelError if a model does not fit a dataset."""
-    file, facts = released.path, released.header
+    file, facts = released.path, released.facts
     shape = known.records.shape
     if shape != facts.data.records.shape:
         raise ModelError(
@@ -139,7 +139,7 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
 
     Raises InputError.
     """
-    file, known = released.path, released.header.data
+    file, known = released.path, released.facts.data
     beside = file.parent / CONFIG
     # A run's config.yaml records how your own data was read and split.
     below = beside if known.own and beside.is_file() else None
@@ -154,7 +154,7 @@ def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path |
 
 def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
     """Read the data to score on. Raises InputError and ModelError."""
-    file, known = released.path, released.header.data
+    file, known = released.path, released.facts.data
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
     data = read(chosen, released.reader, schema)
     facts = data.facts
@@ -181,7 +181,7 @@ def _declared(
     data: object, released: Released, *, skip_bad: bool, id_column: str | None
 ) -> Declaration:
     """Return new records for a model as they are declared: like those that it was trained on."""
-    facts, settings = released.header, released.header.settings
+    facts, settings = released.facts, released.facts.settings
     names = ("image_size", "channels", "levels")
     known = {name: getattr(settings, name) for name in names}
     dataset: Any = str(data) if isinstance(data, Path | str) else as_new(data)
@@ -198,7 +198,7 @@ def _declared(
 
 def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
     """Yield why new records cannot be those for a model."""
-    file, facts, reader = released.path, released.header, released.reader
+    file, facts, reader = released.path, released.facts, released.reader
     path = declared.path
     kinds: tuple[str, ...] = ("images", *ARRAYS)
     wanted = "images: use a folder of images or an .npz"
@@ -361,8 +361,8 @@ def predict(
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
-    _check_new(x, declared.path, released.header.data.records)
-    inputs = partial(_inputs, x, released.header.data.records, where)
+    _check_new(x, declared.path, released.facts.data.records)
+    inputs = partial(_inputs, x, released.facts.data.records, where)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
     return Predictions(found, task, names, ids, reading.left_out, texts)
@@ -370,7 +370,7 @@ def predict(
 
 def _at(released: Released, threshold: str | float | None) -> Task:
     """Return the task of a model, at another operating point if there is one. Raises InputError."""
-    task = released.header.task
+    task = released.facts.task
     if threshold is None:
         return task
     asked = str(threshold)
@@ -403,11 +403,11 @@ def _continued(
     released: Released, batches: Iterator[Tensor], length: int | None, temperature: float | None
 ) -> list[str] | None:
     """Return how a language model continues texts; None for other models."""
-    if released.reader is None or released.header.task.network is None:
+    if released.reader is None or released.facts.task.network is None:
         if (length, temperature) != (None, None):
             raise InputError(
                 "{length} and {temperature} are for language models, but "
-                f"{released.path} predicts {released.header.task.described}. Leave them out."
+                f"{released.path} predicts {released.facts.task.described}. Leave them out."
             )
         return None
     model: Any = released.model.get_submodule("frozen")
@@ -434,7 +434,7 @@ def _outputs(
     """Return the model's outputs for ``count`` records, and report progress."""
     done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
-    found = torch.empty(count, released.header.task.outputs, dtype=kind)
+    found = torch.empty(count, released.facts.task.outputs, dtype=kind)
     for logits in outputs(released.model, batches):
         found[done : done + len(logits)] = logits
         done += len(logits)

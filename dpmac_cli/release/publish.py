@@ -23,7 +23,8 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
 from dpmac_cli.models.language_model import adapter_of
-from dpmac_cli.release import audit, report
+from dpmac_cli.release import report
+from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
 from dpmac_cli.release.sentences import DescribedRun, said, sentences_of
@@ -74,7 +75,7 @@ def publish(session: Session) -> Finished:
         save_model(where / folder.MODEL, task.model, report.Facts(**facts).values())
         _write_adapter(task, plan, where)
     files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
-    _write_audit(session, written)
+    _write_audit(session)
     session.write_metrics()
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
@@ -287,7 +288,7 @@ def _environment(session: Session) -> dict[str, Any]:
 FEW_GUESSES = 20
 
 
-def guesses(canaries: int) -> int:
+def guesses_of(canaries: int) -> int:
     """Return the number of canaries that the attack guesses, half of them in, half out."""
     return max(canaries // 2, min(canaries, FEW_GUESSES))
 
@@ -331,7 +332,7 @@ def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]
     return score
 
 
-def _write_audit(session: Session, written: report.Report) -> None:
+def _write_audit(session: Session) -> None:
     """Write the losses of crafted records and their coins; nothing for runs without an audit.
 
     A record whose loss is small was more likely trained on.
@@ -342,13 +343,10 @@ def _write_audit(session: Session, written: report.Report) -> None:
     data = trainer.data.scaled_as(session.plan.facts.records)
     with trainer.published():
         scores = -losses(session.task.model, data, crafted.records)
-    found = audit.Audit(
-        claimed=written.epsilon,
-        delta=session.plan.settings.delta,
-        guesses=guesses(len(crafted.coins)),
+    guesses = Guesses(
+        guesses=guesses_of(len(crafted.coins)),
         scores=tuple(torch.nan_to_num(scores).tolist()),
         coins=tuple(crafted.coins.tolist()),
-        events=tuple(e for e in session.account.events if e.trains),
     )
-    text_of_audit = files.to_json(found.as_json())
-    files.write_atomically(session.where / folder.AUDIT, text_of_audit.encode())
+    text = files.to_json(guesses.as_json())
+    files.write_atomically(session.where / folder.AUDIT, text.encode())

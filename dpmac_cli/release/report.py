@@ -443,6 +443,28 @@ def read_report(path: Path) -> Report:
     return parse_file(Report, text, file, "is not a valid report of dpmac", remedy)
 
 
+#: States of a run without a report that can be read: a process holds its folder; it ended without
+#: one; or its files were changed or damaged.
+RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
+
+
+def how_it_ended(run: Path) -> tuple[str, Report | None]:
+    """Return the state of a run, and its report.
+
+    The state is that of the report (:func:`~dpmac_cli.runs.ledger.state_of` says which), or
+    :data:`RUNNING`, :data:`CUT_OFF` or :data:`DAMAGED`; then there is no report.
+    """
+    if folder.in_use(run):
+        return RUNNING, None
+    if not (run / folder.REPORT).exists():
+        return CUT_OFF, None
+    try:
+        report = read_report(run)
+    except InputError:
+        return DAMAGED, None
+    return report.state, report
+
+
 def events_of(run: Path) -> tuple[TrainingEvent, ...]:
     """Return the events of a run; all planned events if it was killed.
 
