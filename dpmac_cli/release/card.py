@@ -19,6 +19,7 @@ from dpmac_cli.release.plots import (
     as_svg,
     confusion,
     course,
+    predicted_numbers,
     rates,
     reliability,
     residuals,
@@ -29,6 +30,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.calibration import Reliability
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
 
 if TYPE_CHECKING:
@@ -57,10 +59,9 @@ def run_page(run: Path) -> str:
     card, report = without_front_matter(answered_card(run, {})), read_report(run)
     points = _points(run)
     metric = headline_in(points[0] if points else {})
-    pictures = dict[str, "Figure"]()
+    pictures = _pictures_of_scores(report)
     if report.scores is not None:
         pictures[f"Test {metric.title} and epsilon"] = course(points, metric.logged)
-    pictures |= _pictures_of_scores(report)
     if report.delta is not None:
         row = price(report.events, report.delta, search=report.search)
         pictures["What any membership attack can reach"] = trade_offs([row])
@@ -78,6 +79,13 @@ def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
     counts = getattr(report.scores, "confusion", None)
     if counts is not None and len(classes) <= MOST_CLASSES:
         pictures["Test records by true and predicted class"] = confusion(counts, classes)
+    counts, task = getattr(report.scores, "by_bin", None), report.task
+    if counts is not None and isinstance(task, Regression):
+        coverage = getattr(report.scores, "interval_coverage_by_bin", None)
+        title = "Test records by true and predicted number"
+        if coverage is not None:
+            title += ", and the share of the targets in their intervals"
+        pictures[title] = predicted_numbers(counts, coverage, task.bin_ends)
     if bins := _reliability(report):
         pictures["Reliability of probabilities"] = reliability(bins)
     if network.calibration is not None and len(classes) == 2:

@@ -11,6 +11,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
 from dpmac_cli.tasks.calibration import Calibration, Reliability
+from dpmac_cli.tasks.intervals import clopper_pearson
 from dpmac_cli.tasks.operating_point import ENDS, MOST_LIKELY, OperatingPoint
 from dpmac_cli.tasks.residuals import ENDS as BINS_OF_RESIDUALS
 from dpmac_cli.tasks.residuals import LEVEL, Residuals
@@ -148,19 +149,81 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
 def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure":
     """Draw the numbers of test records by true class (rows) and predicted class (columns)."""
     figure, (panel,) = new_figure(1)
-    panel.grid(visible=False)
-    table = np.array(counts)
-    shares = table / table.sum(1, keepdims=True).clip(1)
-    panel.imshow(shares, cmap="Greys", vmin=0, vmax=1)
-    for (row, column), count in np.ndenumerate(table):
-        colour = "white" if shares[row, column] > 0.5 else "black"
-        size = "medium" if len(names) < 6 else "x-small"
-        panel.text(column, row, f"{count:,}", ha="center", va="center", color=colour, size=size)
+    _draw_counts(panel, counts)
     places, labels = range(len(names)), [name.replace("$", r"\$") for name in names]
     panel.set_xticks(places, labels, rotation=30 if max(map(len, names)) > 3 else 0)
     panel.set_yticks(places, labels)
     panel.set(xlabel="predicted class", ylabel="true class")
     return figure
+
+
+def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]]) -> None:
+    """Draw a table of numbers of records, darker where more of a row are.
+
+    In a large table a 0 has no text.
+    """
+    panel.grid(visible=False)
+    table = np.array(counts)
+    shares = table / table.sum(1, keepdims=True).clip(1)
+    panel.imshow(shares, cmap="Greys", vmin=0, vmax=1)
+    small = len(table) < 6
+    for (row, column), count in np.ndenumerate(table):
+        colour = "white" if shares[row, column] > 0.5 else "black"
+        text = f"{count:,}" if count or small else ""
+        size = "medium" if small else "x-small"
+        panel.text(column, row, text, ha="center", va="center", color=colour, size=size)
+
+
+def _short(value: float) -> str:
+    """Return a number with three significant digits, such as 12,000 or 0.25."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def predicted_numbers(
+    counts: Sequence[Sequence[int]],
+    coverage: Sequence[float | None] | None,
+    ends: Sequence[float],
+    level: float = LEVEL,
+) -> "Figure":
+    """Draw test records by true and predicted number, and the coverage of their intervals.
+
+    Args:
+        counts: numbers of records by bin of the true (rows) and of the predicted number (columns).
+        coverage: share of the targets of each predicted bin that are in their intervals, None
+            where no record is; None without intervals.
+        ends: ends of the bins, one more than there are bins.
+        level: share that the intervals were made for.
+    """
+    figure, (panel, *others) = new_figure(1 if coverage is None else 2)
+    _draw_counts(panel, counts)
+    panel.invert_yaxis()
+    panel.plot([-0.5, len(counts) - 0.5], [-0.5, len(counts) - 0.5], "-", color=COLOURS[1])
+    places, labels = np.arange(len(ends)) - 0.5, [_short(end) for end in ends]
+    panel.set_yticks(places, labels)
+    panel.set(ylabel="true number")
+    for each in (panel, *others):
+        each.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
+        each.set(xlabel="predicted number")
+    for beside in others:
+        _draw_coverage(beside, np.sum(counts, 0).tolist(), coverage or (), level)
+    return figure
+
+
+def _draw_coverage(
+    panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None], level: float
+) -> None:
+    """Draw the share of targets in their intervals by bin, with 95% intervals of the share.
+
+    ``sizes`` are the numbers of records in the bins. The line is at the intended ``level``.
+    """
+    panel.axhline(level, color=COLOURS[1], linestyle="--")
+    for place, (size, share) in enumerate(zip(sizes, coverage, strict=True)):
+        if share is not None:
+            low, high = clopper_pearson(share, size)
+            ends = [[share - low], [high - share]]
+            panel.errorbar([place], [share], ends, color="black", marker="o", capsize=3)
+    panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(0, 1.02))
+    panel.set(ylabel=f"share in its interval of {level:.0%}")
 
 
 def rates(calibration: Calibration) -> "Figure":

@@ -342,7 +342,10 @@ class Scores(Part):
     do not. Besides these keys, it has the metrics of the task by their names, such as accuracy,
     auroc, mae or r2, each with value, low, high and constant. sensitivity and specificity are in
     the order of classes, and so are the rows (true class) and columns (predicted class) of
-    confusion, the numbers of records.
+    confusion, the numbers of records. For a number to predict, by_bin has the numbers of records
+    by true (rows) and predicted (columns) number in 10 equal parts of the range, after the
+    transform; interval_coverage is the share of the targets that are in their intervals of 90%,
+    and interval_coverage_by_bin that share by predicted number.
     """
 
     model_config = ConfigDict(extra="allow")
