@@ -15,16 +15,13 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
-from dpmac_cli.release.sentences import SENTENCES
+from dpmac_cli.release.sentences import BOTH_WAYS, PLAINLY
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import (
     after,
     digits_config,
     run_trainer,
 )
-
-#: What may be said of randomness.
-NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0] == "randomness")
 
 
 def randomness(finished: Finished) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from dpmac_cli.accounting.accountants import accountant_name
 from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
+from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.plan import Plan
@@ -27,7 +28,7 @@ from dpmac_cli.release import report
 from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.sentences import DescribedRun, said, sentences_of
+from dpmac_cli.release.sentences import DescribedRun, sentences_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.ledger import State, state_of
@@ -118,10 +119,10 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
     plan, account = run.plan, run.spent
     cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit) if plan.private else None
-    sentences = {
-        "guarantee": " ".join([*said("promise", run), cost.statement]),
-        **sentences_of(run),
-    }
+    guarantee = cost.statement
+    if run.private and account.seeded:
+        guarantee = f"{SEED_GIVEN} {guarantee}"
+    sentences: dict[str, Any] = {"guarantee": guarantee, **sentences_of(run)}
     if risk is not None:
         sentences |= {
             "risk": risk.statement,
