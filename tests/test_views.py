@@ -1,5 +1,6 @@
 """Everything that one looks at is a view of the report: no number in it is from anywhere else."""
 
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dpmac_cli.accounting.selection import Trials
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import train
 from dpmac_cli.errors import BUDGET, INTERRUPTED
@@ -61,6 +63,11 @@ def of_report(run: Path) -> set[str]:
     facts = [*leaves(report), *leaves(metrics_of(run))]
     facts += leaves(yaml.safe_load((run / "config.yaml").read_text()))
     facts += [str(run), (run / "config.yaml").read_text()]
+    # The epochs of the planned steps, and the distribution of the number of trials.
+    steps = report["settings"].get("steps") or 0
+    facts += [steps / event["steps_per_epoch"] for event in report["events"]]
+    if report["search"] is not None:
+        facts.append(Trials(**report["search"]["trials"]).log_weight)
     # Numbers of test records by class, and of those that are right.
     counts = report["scores"].get("confusion") or []
     facts += [*map(sum, counts), *map(sum, zip(*counts, strict=True))]
@@ -146,7 +153,7 @@ KINDS: Mapping[str, str | Callable[[], str]] = {
         "tune --dataset digits --model linear --steps 3 --epsilon 0.5 --lr 0.1:1 --trials 2 "
         "--device cpu"
     ),
-    "budget spent": f"{DIGITS} --sigma 6 --steps 40 --max-epsilon 0.4",
+    "budget spent": f"{DIGITS} --sigma 6 --steps 40 --max-epsilon 0.25",
     "interrupted": f"{DIGITS} --sigma 6 --steps 40",
     "resumed": f"{DIGITS} --sigma 6 --steps 40",
     "resumed elsewhere": f"{DIGITS} --sigma 6 --steps 40",
@@ -166,6 +173,9 @@ def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             patched.setattr(train, "stop_request", lambda: nullcontext(after(15)))
             result = dpmac(*command.split(), "--out", run)
         assert result.exit_code == INTERRUPTED, result.output
+        if kind != "interrupted":
+            result = None  # its traceback has the lock of the folder
+            gc.collect()
         if kind == "resumed":
             result = dpmac("train", "--resume", run)
         elif kind == "resumed elsewhere":
