@@ -174,7 +174,7 @@ def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             result = dpmac(*command.split(), "--out", run)
         assert result.exit_code == INTERRUPTED, result.output
         if kind != "interrupted":
-            result = None  # its traceback has the lock of the folder
+            result = None  # a traceback in it keeps the lock of the folder
             gc.collect()
         if kind == "resumed":
             result = dpmac("train", "--resume", run)
@@ -184,7 +184,10 @@ def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         result = dpmac(*command.split(), "--out", run)
     assert result.exit_code == CODES.get(kind, 0), result.output
-    return run, result.stdout
+    printed = result.stdout
+    result = None
+    gc.collect()
+    return run, printed
 
 
 @pytest.mark.promise("said")

@@ -5,7 +5,7 @@ and facts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from dpmac_cli.config.encoders import (
 from dpmac_cli.config.facts import some_of
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
-from dpmac_cli.features.backbones import public_weights
+from dpmac_cli.features import backbones
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models import weights
@@ -75,8 +75,18 @@ class Released:
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Write weights and public facts atomically, in a plain safetensors file."""
-    tensors = {name: weights.stored(tensor) for name, tensor in weights.published(model).items()}
+    """Write weights and public facts atomically, in a plain safetensors file.
+
+    Args:
+        path: the file.
+        model: network whose parameters and persistent buffers are published.
+        facts: first half of the report of its run, as JSON values.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    published = weights.published(model)
+    tensors = {name: weights.stored(tensor) for name, tensor in published.items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
     header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
     files.write_atomically(path, safetensors.torch.save(tensors, header))
@@ -121,19 +131,22 @@ def load_model(
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
-    held, wanted = _forms(tensors), _forms(weights.published(model))
-    if faults := [
-        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
-        for key in sorted(wanted.keys() | held.keys())
-        if wanted.get(key) != held.get(key)
-    ]:
-        raise ModelError(f"{file} does not fit the network {reference}: {some_of(faults)[0]}.")
+    if misfits := list(_misfits(_forms(tensors), _forms(weights.published(model)))):
+        raise ModelError(f"{file} does not fit the network {reference}: {some_of(misfits)[0]}.")
     if isinstance(model, FrozenFeatures):
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
     attach(model, _account(facts))
     reader = _text_reader(file, tensors, features)
     return Released(model.to(device).eval(), facts, file, reader)
+
+
+def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
+    """Yield the tensors of a file that a network does not have in the same form, or lacks."""
+    for key in sorted(in_file.keys() | expected.keys()):
+        there, wanted = in_file.get(key), expected.get(key)
+        if there != wanted:
+            yield f"{key}: {there or 'missing'} in the file, expected {wanted or 'nothing'}"
 
 
 def _add_public_weights(
@@ -146,18 +159,18 @@ def _add_public_weights(
     """Load the weights that features are computed with, which the file names. Raises InputError."""
     known, network = facts.features, model.get_submodule("frozen")
     if isinstance(features, TextEncoder):
-        found, head = encoder_weights(features), None
+        public_weights, head = encoder_weights(features), None
     elif isinstance(features, registry.Backbone):
-        found = _backbone_weights(file, facts, features.kind, public)
+        public_weights = _backbone_weights(file, facts, features.kind, public)
         network, head = network.get_submodule("network"), registry.BACKBONES[features.kind].head
     else:
         return
-    if known is not None and found.sha256 != known.sha256:
+    if known is not None and public_weights.sha256 != known.sha256:
         raise InputError(
             f"{file} was trained on public weights with the SHA-256 {known.sha256}, but that of "
-            f"{found.path} is {found.sha256}. {ELSEWHERE}"
+            f"{public_weights.path} is {public_weights.sha256}. {ELSEWHERE}"
         )
-    for _ in found.adopted_by(network, head):
+    for _ in public_weights.adopted_by(network, head):
         pass  # notes for training
 
 
@@ -166,7 +179,7 @@ def _backbone_weights(
 ) -> weights.PublicWeights:
     """Read the weights of a backbone. Raises InputError."""
     if public is None and facts.settings.pretrained is None:
-        return public_weights(kind)
+        return backbones.public_weights(kind)
     return weights.read_weights(_place_of(file, facts, "pretrained", public))
 
 
@@ -200,14 +213,12 @@ def _check_size(
         return
     with torch.device("meta"):
         network = build_network(reference.name, seen)
-    wanted, held = (
-        sum(tensor.numel() for tensor in found)
-        for found in (network.parameters(), tensors.values())
-    )
-    if wanted > held + MOST_MISSING:
+    needed = sum(parameter.numel() for parameter in network.parameters())
+    in_file = sum(tensor.numel() for tensor in tensors.values())
+    if needed > in_file + MOST_MISSING:
         raise InputError(
-            f"{file} {FOREIGN} ({reference.name} has {wanted:,} parameters on these records, the "
-            f"file {held:,} numbers). {WANTED}"
+            f"{file} {FOREIGN} ({reference.name} has {needed:,} parameters on these records, the "
+            f"file {in_file:,} numbers). {WANTED}"
         )
 
 
@@ -296,13 +307,13 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
         if settings.train != "head":  # the file has the whole network
             whole = TextEncoder(named, config, weight_bytes=file.stat().st_size)
             return whole.of(facts.data.records, causal=causal)
-        found = _encoder_of(file, facts, named, public)
-        if found.config != config:
+        encoder = _encoder_of(file, facts, named, public)
+        if encoder.config != config:
             raise InputError(
-                f"{file} was trained on another encoder or tokenizer than {found.folder}. "
+                f"{file} was trained on another encoder or tokenizer than {encoder.folder}. "
                 f"{ELSEWHERE}"
             )
-        return replace(found, kind=named).of(facts.data.records)
+        return replace(encoder, kind=named).of(facts.data.records)
     if named in registry.BACKBONES and settings.backbone_size is not None:
         return registry.Backbone(named, settings.backbone_size, settings.backbone_flips or False)
     if named in registry.FEATURES:
@@ -335,15 +346,17 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], "Header"]:
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
             "source, or train again."
         )
-    if faults := weights.not_finite(tensors):
+    faults = weights.not_finite(tensors)
+    if faults:
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
     return file, tensors, facts
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the shape of each tensor, and its dtype if that is not float32."""
-    return {
-        name: f"{tuple(tensor.shape)}"
-        + ("" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", ""))
-        for name, tensor in tensors.items()
-    }
+    forms = dict[str, str]()
+    for name, tensor in tensors.items():
+        forms[name] = f"{tuple(tensor.shape)}"
+        if tensor.dtype != torch.float32:
+            forms[name] += f" of {tensor.dtype}".replace("torch.", "")
+    return forms

@@ -267,9 +267,9 @@ class Facts(Part):
             "residuals": network.residuals,
             "point": network.operating_point,
         }
-        known = {name: None if of is None else asdict(of) for name, of in kinds.items()}
-        named = None if target is None else target.model_dump()
-        return task_of({"classes": self.data.classes, "target": named, **known})
+        facts = {name: None if of is None else asdict(of) for name, of in kinds.items()}
+        facts["target"] = None if target is None else target.model_dump()
+        return task_of({"classes": self.data.classes, **facts})
 
     @property
     def signature(self) -> Signature:
@@ -413,8 +413,10 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
             wrote it.
     """
     try:
-        found = _Versioned.model_validate_json(text, strict=True)
-        if found.version == FORMAT or (found.version is found.schema_version is None):
+        header = _Versioned.model_validate_json(text, strict=True)
+        version = header.version
+        unversioned = version is header.schema_version is None
+        if version == FORMAT or unversioned:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except _UnknownTaskError as unknown:
         raise InputError(
@@ -424,13 +426,13 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
     except (ValidationError, InputError) as failure:
         fault = str(failure) if isinstance(failure, InputError) else first_fault(failure)
         raise InputError(f"{file} {complaint} ({fault.rstrip('.')}). {remedy}") from failure
-    if found.version is None or found.version < FORMAT:
+    if version is None or version < FORMAT:
         raise InputError(
             f"{file} was written by an older version of dpmac. Train again, or read it with that "
             "version."
         )
     raise InputError(
-        f"{file} was written by a newer version of dpmac (format {found.version}; this version "
+        f"{file} was written by a newer version of dpmac (format {version}; this version "
         f"reads {FORMAT}). Upgrade dpmac."
     )
 
