@@ -235,7 +235,7 @@ def predicted_numbers(
     _draw_counts(panel, counts)
     panel.invert_yaxis()
     diagonal = [-0.5, len(counts) - 0.5]
-    panel.plot(diagonal, diagonal, "-", color=COLOURS[1])
+    panel.plot(diagonal, diagonal, "-", color=COLOURS[1], linewidth=1, alpha=0.6)
     places, labels = np.arange(len(ends)) - 0.5, [_rounded(end) for end in ends]
     panel.set_yticks(places, labels)
     panel.set(ylabel="true number")
