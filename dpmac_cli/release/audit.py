@@ -175,9 +175,8 @@ def read_audit(run: Path) -> Audit:
     guesses = parse_file(Guesses, text, file, complaint, WANTED)
     report = read_report(file.parent)
     events = tuple(event for event in report.events if event.trains)
+    claim: dict[str, Any] = {"claimed": report.epsilon, "delta": report.delta, "events": events}
     try:
-        return Audit(
-            claimed=report.epsilon, delta=report.delta, events=events, **guesses.model_dump()
-        )
+        return Audit(**claim, **guesses.model_dump())
     except ValidationError as failure:
         raise InputError(f"{file} {complaint} ({first_fault(failure)}). {WANTED}") from failure

@@ -179,8 +179,15 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
         shares.append(each.share)
         below.append(each.share - each.low)
         above.append(each.high - each.share)
-    points = {"linestyle": "", "marker": "o", "capsize": 3, "label": "calibrated"}
-    panel.errorbar(calibrated, shares, [below, above], **points)
+    panel.errorbar(
+        calibrated,
+        shares,
+        [below, above],
+        linestyle="",
+        marker="o",
+        capsize=3,
+        label="calibrated",
+    )
     panel.plot(trained, shares, "x", color=COLOURS[2], label="as trained")
     panel.set(xlabel="probability", ylabel="share by the noisy histogram")
     panel.legend(fontsize="small")
@@ -209,11 +216,11 @@ def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]]) -> None:
     shares = table / table.sum(1, keepdims=True).clip(1)
     panel.imshow(shares, cmap="Greys", vmin=0, vmax=1)
     small = len(table) < 6
-    centred = {"ha": "center", "va": "center", "size": "medium" if small else "x-small"}
+    size = "medium" if small else "x-small"
     for (row, column), count in np.ndenumerate(table):
         colour = "white" if shares[row, column] > 0.5 else "black"
         text = f"{count:,}" if count or small else ""
-        panel.text(column, row, text, color=colour, **centred)
+        panel.text(column, row, text, color=colour, size=size, ha="center", va="center")
 
 
 def predicted_numbers(

@@ -415,7 +415,7 @@ def _at_level(task: Task, level: float | None, path: Path) -> Task:
     if level is None:
         return task
     has_intervals = isinstance(task, Regression) and task.residuals is not None
-    if not has_intervals or not 0 < level < 1:
+    if not isinstance(task, Regression) or not has_intervals or not 0 < level < 1:
         raise InputError(
             f"{{level=}}{level} is a share between 0 and 1 for the intervals of numbers, of which "
             f"{path} has {'some' if has_intervals else 'none'}."

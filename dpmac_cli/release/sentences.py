@@ -24,7 +24,9 @@ from dpmac_cli.config.networks import (
     TableColumns,
 )
 from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.records import Texts
 from dpmac_cli.optim.optimizer import InBall
+from dpmac_cli.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,9 @@ def _features_of_records(
 
 def _features_of_texts(run: DescribedRun, encoder: TextEncoder) -> Iterator[str]:
     """Yield what vectors of texts depend on, and what the public network was trained on."""
-    about, facts = _about(run, encoder.kind), run.plan.facts
-    truncated = f"Texts are truncated to {facts.records.limits} tokens of its public vocabulary."
+    about, records = _about(run, encoder.kind), run.plan.facts.records
+    assert isinstance(records, Texts)  # noqa: S101  (others have no encoder)
+    truncated = f"Texts are truncated to {records.limits} tokens of its public vocabulary."
     if run.continues:
         yield f"The network is a public language model ({about}). {truncated}"
     else:
@@ -291,7 +294,7 @@ def _features_of_texts(run: DescribedRun, encoder: TextEncoder) -> Iterator[str]
 
 
 def _about(run: DescribedRun, kind: str) -> str:
-    """Return the name of features in words; of an encoder of your own, its folder."""
+    """Return the name of features in words; of one that is not registered, its folder."""
     if run.registered is not None:
         return str(run.registered.about)
     return FEATURES.get(kind) or f"the folder {kind}"
@@ -365,21 +368,18 @@ def _sampled(run: DescribedRun) -> Iterator[str]:
 
 def ranges(run: DescribedRun) -> Iterator[str]:
     """Say what ranges of columns and of the number to predict follow from."""
-    task = run.plan.facts.task
+    task, counted = run.plan.facts.task, run.counted
     if "ranges" not in run.released:
         return
     if not run.private:
-        yield (
-            f"Ranges and ranks that were not declared are exact facts of the training "
-            f"{run.counted}."
-        )
+        yield f"Ranges and ranks that were not declared are exact facts of the training {counted}."
         return
     yield (
         "Before the first step, ranges and ranks of columns of numbers were found by three rounds "
-        f"of histograms of the training {run.counted} with Gaussian noise, in which each counts "
+        f"of histograms of the training {counted} with Gaussian noise, in which each counts "
         "at most once in a column. Epsilon covers them."
     )
-    if task.open:
+    if task.open and isinstance(task, Regression):
         yield (
             f"Before the first step, the range of {task.name} was found by three rounds "
             "of such histograms, and narrowed by its mean and spread, which were released with "
