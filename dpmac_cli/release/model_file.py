@@ -50,13 +50,6 @@ WANTED = folder.WANTED_MODEL
 ELSEWHERE = "Add {public} with the folder of its encoder, or the file of its backbone's weights."
 
 
-class Header(Facts):
-    """Facts in a model file, with the checksum of weights and facts."""
-
-    checksum: str
-    """SHA-256."""
-
-
 @dataclass(frozen=True)
 class Released:
     """A published model, and what its file says of it.
@@ -116,7 +109,7 @@ def load_model(
             factory; or the public network is missing, or another one.
         ModelError: the network cannot be built, or does not fit the file.
     """
-    file, tensors, facts = _read(Path(path))
+    file, tensors, facts, checksum = _read(Path(path))
     reference = _network(file, facts, factory, network)
     features = _features(file, facts, public)
     _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
@@ -136,7 +129,7 @@ def load_model(
     if isinstance(model, FrozenFeatures):
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
-    attach(model, _account(facts))
+    attach(model, _account(facts, checksum))
     reader = _text_reader(file, tensors, features)
     return Released(model.to(device).eval(), facts, file, reader)
 
@@ -222,8 +215,11 @@ def _check_size(
         )
 
 
-def _account(facts: "Header") -> Account:
-    """Return the account that a model file tells of; training it further adds to it."""
+def _account(facts: Facts, checksum: str) -> Account:
+    """Return the account that a model file tells of; training it further adds to it.
+
+    Its number is the checksum of the file, so that two copies of a model are one account.
+    """
     unit = unit_of(covered=facts.settings.cover_scores or False, several=bool(facts.data.unit))
     return Account(
         others=facts.events,
@@ -232,7 +228,7 @@ def _account(facts: "Header") -> Account:
         seeded=facts.seeded,
         secure=facts.secure,
         searched=facts.search is not None,
-        number=facts.checksum,
+        number=checksum,
     )
 
 
@@ -324,8 +320,8 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
     )
 
 
-def _read(path: Path) -> tuple[Path, dict[str, Tensor], "Header"]:
-    """Return a model file, its weights, and its validated facts. Raises InputError."""
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], Facts, str]:
+    """Return a model file, its weights, its facts, and the checksum of both. Raises InputError."""
     file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
@@ -339,9 +335,10 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], "Header"]:
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(weights.MODEL_HEADER, "{}")
-    facts = parse_file(Header, text, file, FOREIGN, WANTED)
+    facts = parse_file(Facts, text, file, FOREIGN, WANTED)
     sealed = json.loads(text)
-    if sealed.pop(CHECKSUM) != digest(tensors, sealed):
+    checksum = sealed.pop(CHECKSUM, None)
+    if checksum != digest(tensors, sealed):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
             "source, or train again."
@@ -349,7 +346,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], "Header"]:
     faults = weights.not_finite(tensors)
     if faults:
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
-    return file, tensors, facts
+    return file, tensors, facts, checksum
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
