@@ -26,8 +26,8 @@ from dpmac_cli.errors import (
     explain_os_error,
 )
 from dpmac_cli.progress import Computing, heard_by
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Started, Update
 from dpmac_cli.tasks.operating_point import MOST_LIKELY
@@ -87,7 +87,7 @@ class RunDisplay:
                     said = f"memory ran out in step {event.event.step}: continuing with"
                     self.print(Text(f"{said} {event.chunk} samples at a time", ATTENTION))
                 self._move(event)
-            case Finished():
+            case Run():
                 self.close()
                 self.print(*(Text(f"note: {doubt}", "red") for doubt in self._doubts))
                 self.print(*summary(event, self._plan.settings.metric))
@@ -241,7 +241,7 @@ def _beside(scores: Mapping[str, Any], metric: EvaluationMetric) -> str:
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 
-def summary(event: Finished, metric: str) -> Iterator[Text]:
+def summary(event: Run, metric: str) -> Iterator[Text]:
     """Yield the result of a run: its score, its privacy cost, its files, and what to do next."""
     report, where = event.report, event.folder
     settings, sentences = report["settings"], report["sentences"]
@@ -359,7 +359,7 @@ def follow(
     events: Iterator[RunEvent],
     display: RunDisplay,
     asked: Callable[[], bool],
-) -> Finished:
+) -> Run:
     """Show the events of a run until it ends.
 
     ``asked`` returns whether the user has asked it to stop.
@@ -378,7 +378,7 @@ def follow(
                     told = True
                     display.stopping()
                 display.show(event)
-                if isinstance(event, Finished):
+                if isinstance(event, Run):
                     return event
     except (KeyboardInterrupt, OSError, RunError) as failure:
         if where is None:

@@ -177,7 +177,8 @@ def evaluate(
         _judge(found, verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
-        scored = late.prediction.score(run, dataset, data_dir, device, model, public=public)
+        loaded = late.run.load(run, device=device, factory=model, public=public)
+        scored = late.prediction.score(loaded.released, dataset, data_dir)
     if dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
@@ -222,9 +223,9 @@ def predict(
     ]
     raise_errors([*faults_of_file(out, (".csv",), force), *absent])
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
-        found = late.prediction.predict(
-            *(run, data, device, model),
-            public=public,
+        loaded = late.run.load(run, device=device, factory=model, public=public)
+        found = loaded.predict(
+            data,
             skip_bad=skip_bad,
             id_column=id,
             length=length,

@@ -16,7 +16,7 @@ from dpmac_cli.files import to_json
 from dpmac_cli.training.memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from dpmac_cli.release.publish import Finished
+    from dpmac_cli.release.run import Run
     from dpmac_cli.training.distributed import Ranks
 
 
@@ -91,16 +91,16 @@ def _train(
         display = late.display.RunDisplay(console.for_display(quiet, json))
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = late.run.train(resolved, asked, ranks=ranks)
+            events = late.training.train_plan(resolved, asked, ranks=ranks)
         elif run:
-            events = late.run.resume(run, settings, asked, ranks=ranks)
+            events = late.training.resume_folder(run, settings, asked, ranks=ranks)
         finished = late.display.follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
 
 
-def _end(finished: "Finished") -> None:
+def _end(finished: "Run") -> None:
     """Exit with the code of a run that ended before its last step, and say how to go on."""
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":

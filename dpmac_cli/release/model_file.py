@@ -59,12 +59,14 @@ class Released:
         facts: first half of the report of its run.
         path: the model file.
         reader: how it reads texts; None if it does not.
+        device: device of the network.
     """
 
     model: nn.Module
     facts: Facts
     path: Path
     reader: TextReader | None
+    device: torch.device
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
@@ -131,7 +133,7 @@ def load_model(
     weights.adopt(model, tensors)
     attach(model, _account(facts, checksum))
     reader = _text_reader(file, tensors, features)
-    return Released(model.to(device).eval(), facts, file, reader)
+    return Released(model.to(device).eval(), facts, file, reader, device)
 
 
 def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,21 @@ from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
+from dpmac_cli.models.build import Network
 from dpmac_cli.models.language_model import adapter_of
 from dpmac_cli.release import report
 from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
-from dpmac_cli.release.model_file import save_model
+from dpmac_cli.release.model_file import load_model, save_model
+from dpmac_cli.release.run import Run
 from dpmac_cli.release.sentences import DescribedRun, sentences_of
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.environment import device_name
-from dpmac_cli.runs.ledger import State, state_of
+from dpmac_cli.runs.environment import choose_device, device_name
+from dpmac_cli.runs.ledger import state_of
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.trainer import RANGES
 from dpmac_cli.tasks.calibration import Calibration
@@ -43,26 +46,7 @@ from dpmac_cli.training.evaluation import losses
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The run has ended, and its files are written.
-
-    Attributes:
-        report: content of report.json, as JSON values.
-        folder: folder of the run.
-    """
-
-    report: dict[str, Any] = field(repr=False)
-    folder: Path
-
-    @property
-    def state(self) -> State:
-        """Return how the run ended."""
-        state: State = self.report["state"]
-        return state
-
-
-def publish(session: Session) -> Finished:
+def publish(session: Session, network: Network | None = None) -> Run:
     """Write the published files of a run, and their checksums last.
 
     The report comes last but for the checksums, and an earlier one was removed as training began: a
@@ -70,6 +54,7 @@ def publish(session: Session) -> Finished:
 
     Args:
         session: session of the run after its last step, whose folder is locked.
+        network: a network of the program, of which the run's own is a copy; None otherwise.
 
     Raises:
         OSError: a file cannot be written.
@@ -85,7 +70,16 @@ def publish(session: Session) -> Finished:
     session.write_metrics()
     files.write_atomically(where / folder.REPORT, files.to_json(values).encode())
     folder.seal(where)
-    return Finished(values, where)
+    settings = session.plan.settings
+    user_supplied = isinstance(parse_model(str(settings.model)), UserModel) and network is None
+    read = partial(
+        load_model,
+        where,
+        choose_device(settings.device),
+        factory=str(settings.model) if user_supplied else None,
+        network=network,
+    )
+    return Run(values, where, read)
 
 
 def _exact_scores(session: Session) -> dict[str, Any]:
