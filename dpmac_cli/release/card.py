@@ -1,4 +1,8 @@
-"""Model card of a run as Markdown, and self-contained web pages of runs and comparisons."""
+"""Model card of a run as Markdown, and self-contained web pages of runs and comparisons.
+
+Both are views of the report: ``tests/test_views.py`` looks for every number of them in it. A card
+has front matter that model repositories read, and answers the questions of NIST SP 800-226.
+"""
 
 import functools
 import re
@@ -180,7 +184,11 @@ QUESTIONS: Mapping[str, str] = {
 
 @functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
-    """Return the templates of cards and pages. They do not escape: pages get escaped values."""
+    """Return the templates of cards and pages, beside this module.
+
+    They do not escape anything: pages get escaped values, and cards use the filters ``as_code``
+    and ``as_text``. A name that a template uses and does not get is an error.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dpmac_cli.release", ""),
         undefined=jinja2.StrictUndefined,
@@ -209,7 +217,11 @@ def _as_code(name: str) -> str:
 
 
 def _as_text(text: str) -> str:
-    """Return text that Markdown shows as it is, also in a cell of a table."""
+    r"""Return text that Markdown shows as it is, also in a cell of a table.
+
+    >>> _as_text("a|b *c*")
+    'a\\|b \\*c\\*'
+    """
     return re.sub(r"([\\`*<>|\[\]])", r"\\\1", text)
 
 
@@ -311,7 +323,11 @@ def front_matter(report: Report) -> str:
 
 
 def _measured(report: Report) -> list[dict[str, Any]]:
-    """Return the scores of a report that are known, and epsilon, as metrics of a repository."""
+    """Return the scores of a report that are known, and epsilon, as metrics of a repository.
+
+    Each has a type, a name and a value. Epsilon is named with its delta, because it means nothing
+    without.
+    """
     measured = list[dict[str, Any]]()
     for metric in report.task.metrics:
         score = getattr(report.scores, metric.key, None)

@@ -151,7 +151,18 @@ def _add_public_weights(
     features: registry.Features | None,
     public: Path | str | None,
 ) -> None:
-    """Load the weights that features are computed with, which the file names. Raises InputError."""
+    """Load the weights that features are computed with, which the file names by their checksum.
+
+    Args:
+        file: the model file, for messages.
+        facts: its facts, with the name and the SHA-256 of the public weights.
+        model: the network, whose part ``frozen`` gets the weights.
+        features: what it computes; nothing is loaded for fixed features and a program's own.
+        public: folder or file of the weights; None for where they are registered or were.
+
+    Raises:
+        InputError: they are missing, or other weights than those of the training.
+    """
     known, network = facts.features, model.get_submodule("frozen")
     if isinstance(features, TextEncoder):
         public_weights, head = encoder_weights(features), None
@@ -276,7 +287,19 @@ def _encoder(file: Path, form: Mapping[str, Any]) -> EncoderConfig:
 def _network(
     file: Path, facts: Facts, factory: str | None, network: Network | None
 ) -> registry.BuiltIn | registry.UserModel | Network:
-    """Return the network to build. Raises ModelError."""
+    """Return the network to build: a built-in one, or what the caller passes.
+
+    A file never says what code is imported.
+
+    Args:
+        file: the model file, for messages.
+        facts: its facts, with the name of the network.
+        factory: ``FILE.py:FACTORY`` of a user-supplied network; None without.
+        network: network of the program, instead.
+
+    Raises:
+        ModelError: a user-supplied network is needed, or a built-in one that there is not.
+    """
     named = registry.parse_model(facts.network.name)
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
@@ -295,7 +318,15 @@ def _network(
 
 
 def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.Features | None:
-    """Return the fixed features that the network takes. Raises InputError and ModelError."""
+    """Return the features that the network takes; None if it takes records.
+
+    An encoder that was trained further is in the file, and only its form is needed. Another one is
+    read from where it is registered, from ``public``, or from where the run's config.yaml says.
+
+    Raises:
+        InputError: an encoder is missing, or another one than that of the training.
+        ModelError: features of a program that are not registered in this one.
+    """
     settings, known = facts.settings, facts.features
     if known is None or (settings.backbone or settings.features) is None:
         return None

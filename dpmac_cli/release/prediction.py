@@ -88,7 +88,11 @@ def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None
 
 
 def _check_fits(released: Released, known: DataFacts) -> None:
-    """Raise ModelError if a model does not fit a dataset."""
+    """Raise ModelError if a model does not fit a dataset: other shapes, classes or ranges.
+
+    A number to predict whose range is open fits any range, and registered datasets may have other
+    names of classes.
+    """
     file, facts = released.path, released.facts
     shape = known.records.shape
     if shape != facts.data.records.shape:
@@ -139,7 +143,17 @@ def _settings_of_data(
 
 
 def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
-    """Read the data to score on. Raises InputError and ModelError."""
+    """Read the data to score on, split as in training.
+
+    Args:
+        released: the model, with the schema of its table.
+        below: config.yaml of its run, which says how your own data was split; None without.
+        chosen: settings of the data.
+
+    Raises:
+        InputError: the data cannot be read, or nothing says which records were held out.
+        ModelError: the model does not fit it.
+    """
     file, known = released.path, released.facts.data
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
     data = read(chosen, released.reader, schema)
@@ -375,7 +389,17 @@ LENGTH = 50
 def _continued(
     released: Released, batches: Iterator[Tensor], length: int | None, temperature: float | None
 ) -> list[str] | None:
-    """Return how a language model continues texts; None for other models."""
+    """Return how a language model continues texts; None for other models.
+
+    Args:
+        released: the model.
+        batches: tokens of the texts, each of shape (texts, tokens).
+        length: number of tokens to add; None for :data:`LENGTH`.
+        temperature: of the draws; 0 for the most probable tokens, None for 1.
+
+    Raises:
+        InputError: it is no language model, but a length or a temperature is set.
+    """
     if released.reader is None or released.facts.task.network is None:
         if (length, temperature) != (None, None):
             raise InputError(
@@ -394,7 +418,13 @@ def _continued(
 
 
 def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
-    """Yield some records after the other as the network takes them. ``x`` are all of them."""
+    """Yield some records after the other as the network takes them.
+
+    Args:
+        x: all records, shape (records, ...), or decoded images on disk.
+        records: kind of the records, with the public constants that scale them.
+        device: device of the network.
+    """
     gain, offset = scaling_of(records, device)
     for rows in places(len(x), records.shape):
         some = x[rows]

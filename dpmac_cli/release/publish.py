@@ -1,4 +1,9 @@
-"""Publish a run: its model, report, card and audit, and their checksums."""
+"""Publish a run: its model, report, card and audit, and their checksums.
+
+:func:`describe_run` makes the report of a session. Everything else that is published is a view of
+that report: the header of the model is its first half, and the card its text. What is not in the
+report is not published, apart from weights, metrics.jsonl and config.yaml.
+"""
 
 import math
 import platform
@@ -101,7 +106,10 @@ def first_half(described: report.Report) -> report.Facts:
 
 
 def _write_adapter(session: Session) -> None:
-    """Write the LoRA updates of a language model; nothing for other runs."""
+    """Write the LoRA updates of a language model in the format of peft; nothing for other runs.
+
+    Raises OSError.
+    """
     plan, model, where = session.plan, session.task.model, session.where
     if plan.facts.task.network is None or not isinstance(model, WithHead):
         return
@@ -172,7 +180,11 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
 
 
 def _released(session: Session) -> tuple[str, ...]:
-    """Return the topics of the histograms of training records that were released."""
+    """Return the topics of the histograms of training records that were released.
+
+    A histogram is planned, and may not have been released: of a run that was stopped, or whose
+    budget was used up by lost steps.
+    """
     task = session.trainer.task
     released = {
         "ranges": session.trainer.ranges,
@@ -243,7 +255,13 @@ def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float,
 
 
 def _network(session: Session, point: Mapping[str, Any] | None) -> report.Network:
-    """Return the facts of the network; ``point`` is its operating point, if it has one."""
+    """Return the facts of the network.
+
+    Args:
+        session: session of the run.
+        point: operating point of two classes, see
+            :meth:`~dpmac_cli.tasks.task.Task.point_facts`; None without one.
+    """
     calibrated = session.trainer.task
     calibration = getattr(calibrated, "calibration", None)
     residuals = getattr(calibrated, "residuals", None)
@@ -280,7 +298,11 @@ PROTECTED, NOT_COVERED, DECLARED = "protected", "not covered", "declared public"
 
 
 def computed(run: DescribedRun) -> dict[str, str]:
-    """Return the values that a run computes from its records, and whether each is protected."""
+    """Return the values that a run computes from its records, and whether each is protected.
+
+    A card has them as a table: a value is protected by noise, declared public by whoever trained
+    the model, published with a registered dataset, or not covered.
+    """
     facts = run.plan.facts
     statuses = {"weights, and all numbers of the report except those below": PROTECTED}
     statuses[f"number of training {run.counted}"] = DECLARED
@@ -303,7 +325,10 @@ def computed(run: DescribedRun) -> dict[str, str]:
 
 
 def _environment(session: Session) -> dict[str, Any]:
-    """Return versions, the machine, and the measured time."""
+    """Return versions, the machine, and the measured time.
+
+    The time of a trial of a search is left out, because it tells which trial it was.
+    """
     device = session.trainer.state.theta.device
     return {
         "dpmac": __version__,
@@ -321,7 +346,13 @@ FEW_GUESSES = 20
 
 
 def guesses_of(canaries: int) -> int:
-    """Return the number of canaries that the attack guesses, half of them in, half out."""
+    """Return the number r of canaries that the attack guesses, half of them in, half out.
+
+    It is half of them, and at least :data:`FEW_GUESSES` where there are as many.
+
+        >>> [guesses_of(canaries) for canaries in (10, 30, 200)]
+        [10, 20, 100]
+    """
     return max(canaries // 2, min(canaries, FEW_GUESSES))
 
 
@@ -380,7 +411,8 @@ def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]
 def _write_audit(session: Session) -> None:
     """Write the losses of crafted records and their coins; nothing for runs without an audit.
 
-    A record whose loss is small was more likely trained on.
+    The score of a record is minus its loss: one whose loss is small was more likely trained on.
+    The number of guesses follows from the number of records, so no loss decides it.
     """
     trainer, crafted = session.trainer, session.trainer.data.crafted
     if crafted is None:
