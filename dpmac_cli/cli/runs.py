@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from json import loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,11 +22,11 @@ from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.task import METRICS
 
+if TYPE_CHECKING:
+    from dpmac_cli.release.report import Report
+
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")
-#: States that no report has: a process holds the run; it ended without a report; its files cannot
-#: be read or were changed.
-RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
 #: Facts of a run by their keys in JSON; None if unknown, as epsilon without privacy.
 UNKNOWN: Mapping[str, Any] = dict.fromkeys(
     (
@@ -105,26 +105,27 @@ def _facts(where: Path) -> dict[str, Any]:
     """Return the facts of a run by the keys of :data:`UNKNOWN`."""
     files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-    running = folder.in_use(where)
-    said = {
+    state, report = late.report.how_it_ended(where)
+    facts = {
         **UNKNOWN,
         "folder": str(where),
-        "state": RUNNING if running else DAMAGED,
+        "state": state,
         "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),
     }
+    if report is not None:
+        return facts | _reported(report)
+    if state == late.report.DAMAGED:
+        return facts
     with contextlib.suppress(*DAMAGE):
-        if running or not (where / folder.REPORT).exists():
-            return said | _unreported(where) | {"state": RUNNING if running else CUT_OFF}
-        return said | _reported(where)
-    return said
+        return facts | _unreported(where)
+    damaged = state if state == late.report.RUNNING else late.report.DAMAGED
+    return facts | {"state": damaged}
 
 
-def _reported(where: Path) -> dict[str, Any]:
-    """Return the facts in the report of a run. Raises ``DAMAGE``."""
-    report = late.report.read_report(where)
+def _reported(report: "Report") -> dict[str, Any]:
+    """Return the facts in the report of a run."""
     metric, score = report.score
     return {
-        "state": report.state,
         "dataset": report.data.name,
         "optimizer": report.settings.optimizer,
         "private": report.private,
