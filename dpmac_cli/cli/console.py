@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,6 @@ from rich import progress
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
-from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, as_flags, escaped, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
@@ -21,8 +21,6 @@ from dpmac_cli.progress import Computing, heard_by
 ATTENTION = "magenta"
 #: Width of a line that is not on a terminal: no table needs more.
 UNLIMITED = 10_000
-#: Replaces a rich style that uses one of these colors.
-THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
@@ -137,7 +135,7 @@ def check_kept() -> None:
 def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
     wrap = not file.isatty()
     # Expendable has all methods of a file that rich calls, but not its type.
-    return _Console(file=file, quiet=quiet, theme=THEME, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
+    return _Console(file=file, quiet=quiet, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
@@ -145,12 +143,51 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
+class TimeLeft(progress.ProgressColumn):
+    """Column of a progress bar with the estimated time left, such as "1:35 left".
+
+    It is empty as long as there is no estimate, and "finishing" once everything that the bar counts
+    is done and its task has not ended yet.
+    """
+
+    #: Seconds between updates, so that the time can be read.
+    max_refresh = 0.5
+
+    def render(self, task: progress.Task) -> Text:
+        """Return the text of a task."""
+        if task.finished:
+            return Text("finishing", "dim")
+        seconds = task.time_remaining
+        return Text("" if seconds is None else f"{duration(seconds)} left", "dim")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in minutes and seconds, and in hours if there are any.
+
+    >>> duration(95), duration(7295)
+    ('1:35', '2:01:35')
+    """
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
+
+
 def bar(
-    *columns: str | progress.ProgressColumn, console: Console, **more: Any
+    *columns: str | progress.ProgressColumn, console: Console, **options: Any
 ) -> progress.Progress:
-    """Return a transient progress bar with the remaining time, only shown on a terminal."""
-    off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
-    return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
+    """Return a transient progress bar with the time left, which is only shown on a terminal.
+
+    Args:
+        columns: columns before that of the time.
+        console: where it is shown, unless that is quiet or no terminal.
+        options: see :class:`rich.progress.Progress`.
+    """
+    hidden = console.quiet or not console.is_terminal
+    return progress.Progress(
+        *columns, TimeLeft(), console=console, transient=True, disable=hidden, **options
+    )
 
 
 @contextlib.contextmanager

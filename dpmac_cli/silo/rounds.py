@@ -61,6 +61,11 @@ class Rounds(BaseModel):
         """Return the number of rounds without a reply, given the steps that have begun."""
         return begun // int(self.settings["steps"]) - self.answered
 
+    def left(self, begun: int) -> int:
+        """Return the number of rounds that epsilon still allows after steps that have begun."""
+        planned: int = self.settings["rounds"]
+        return max(0, planned - begun // int(self.settings["steps"]))
+
     def enter(self, run: str, number: int, given: str) -> Round:
         """Return the round of a request, which may have begun before.
 

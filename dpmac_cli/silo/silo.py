@@ -193,8 +193,7 @@ class Silo:
     @property
     def rounds_left(self) -> int:
         """Return the number of rounds that epsilon still allows."""
-        rounds: int = self._settings["rounds"]
-        return max(0, rounds - self._account.count // self._steps)
+        return self._rounds.left(self._account.count)
 
     @property
     def statement(self) -> str:
