@@ -477,7 +477,7 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     plan = resolve(shared).plan
     space = tuple(dimension.text for dimension in dimensions)
     return SearchSpace(
-        given=shared,
+        shared=shared,
         data=None,
         dimensions=dimensions,
         search=Search(trials or trials_of(3), (events_of_trial(plan),), space),

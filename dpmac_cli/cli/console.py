@@ -99,17 +99,18 @@ def plain_table(
     justify: JustifyMethod = "left",
     bold: str = "",
     no_wrap: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> Table:
     """Return a table without lines, in which text is shown as it is.
 
     Args:
-        columns: titles of the columns, of which ``bold`` is emphasised.
+        columns: titles of the columns.
         rows: cells of each row.
         justify, no_wrap: see :meth:`rich.table.Table.add_column`; for all columns.
-        more: see :class:`rich.table.Table`.
+        bold: title of the column to emphasise; "" for none.
+        options: see :class:`rich.table.Table`.
     """
-    table = Table(box=None, pad_edge=False, **more)
+    table = Table(box=None, pad_edge=False, **options)
     for name in columns:
         style = "bold" if name == bold else ""
         table.add_column(name, justify=justify, style=style, no_wrap=no_wrap)
@@ -192,23 +193,31 @@ def bar(
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
-    """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
+    """Show the progress of computations on a terminal's stderr.
+
+    Args:
+        quiet: whether nothing is shown; nor is it by processes of a run other than the first.
+        first: text to show before a computation starts; "" for none.
+    """
     columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
-    shown = bar(*columns, console=console)
-    task = shown.add_task(first, total=None)
+    display = bar(*columns, console=console)
+    task = display.add_task(first, total=None)
     if first:
-        shown.start()
+        display.start()
 
     def show(event: Computing) -> None:
-        shown.update(task, description=event.what, total=event.records, completed=event.done)
-        (shown.start if event.done < event.records else shown.stop)()
+        display.update(task, description=event.what, total=event.records, completed=event.done)
+        if event.done < event.records:
+            display.start()
+        else:
+            display.stop()
 
     try:
         with heard_by(show):
             yield
     finally:
-        shown.stop()
+        display.stop()
 
 
 def print_result(text: str) -> None:
@@ -223,8 +232,8 @@ def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold
     """
     console = _console(Expendable(sys.stderr))
     for error in errors:
-        said = "\n".join(map(escaped, as_flags(error).split("\n")))
-        console.print(Text.assemble((f"{label}: ", style), said))
+        lines = [escaped(line) for line in as_flags(error).split("\n")]
+        console.print(Text.assemble((f"{label}: ", style), "\n".join(lines)))
 
 
 def print_notes(notes: Iterable[str]) -> None:
