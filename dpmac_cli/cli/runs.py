@@ -63,12 +63,16 @@ def runs(
         for root in folders or ()
         if not root.is_dir()
     )
-    places = {where.resolve(): where for root in roots for where in _runs_below(root)}
-    found = sorted(map(_facts, places.values()), key=lambda run: run["changed"], reverse=True)
+    places = dict[Path, Path]()  # a folder below two roots is listed once
+    for root in roots:
+        for where in _runs_below(root):
+            places[where.resolve()] = where
+    listed = [_facts(where) for where in places.values()]
+    listed.sort(key=lambda run: run["changed"], reverse=True)
     if json:
-        console.print_result(to_json({"runs": found}))
-    elif found:
-        _print(console.stdout(), found)
+        console.print_result(to_json({"runs": listed}))
+    elif listed:
+        _print(console.stdout(), listed)
     else:
         where = " or ".join(map(str, roots))
         hint = "To train one: dpmac train --dataset digits"
@@ -82,10 +86,11 @@ def _runs_below(root: Path) -> Iterator[Path]:
     """
     for name, folders, _ in os.walk(root):
         where = Path(name)
-        is_run = _is_run(where)
-        folders[:] = [] if is_run else sorted(f for f in folders if not f.startswith("."))
-        if is_run:
+        if _is_run(where):
+            folders.clear()
             yield where
+        else:
+            folders[:] = sorted(below for below in folders if not below.startswith("."))
 
 
 def _is_run(where: Path) -> bool:
@@ -106,7 +111,7 @@ def _facts(where: Path) -> dict[str, Any]:
     files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     running = folder.in_use(where)
-    said = {
+    facts = {
         **UNKNOWN,
         "folder": str(where),
         "state": RUNNING if running else DAMAGED,
@@ -114,9 +119,9 @@ def _facts(where: Path) -> dict[str, Any]:
     }
     with contextlib.suppress(*DAMAGE):
         if running or not (where / folder.REPORT).exists():
-            return said | _unreported(where) | {"state": RUNNING if running else CUT_OFF}
-        return said | _reported(where)
-    return said
+            return facts | _unreported(where) | {"state": RUNNING if running else CUT_OFF}
+        return facts | _reported(where)
+    return facts
 
 
 def _reported(where: Path) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def _reported(where: Path) -> dict[str, Any]:
 
 
 def _unreported(where: Path) -> dict[str, Any]:
-    """Return what the settings say of a run without a report. Raises ``DAMAGE``."""
+    """Return the facts in the settings of a run without a report. Raises ``DAMAGE``."""
     settings = folder.config(where)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
     if not f"{name}{optimizer}".isprintable():
@@ -151,13 +156,14 @@ def _unreported(where: Path) -> dict[str, Any]:
     }
 
 
-def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
+def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with a line per run, and what its marks mean."""
     console.widen(out)
-    rows = ([show(run) or "-" for show in COLUMNS.values()] for run in found)
+    rows = [[cell_of(run) or "-" for cell_of in COLUMNS.values()] for run in facts_of_runs]
     out.print(console.plain_table(COLUMNS, rows, no_wrap=True, padding=(0, 1, 0, 0)))
-    if any(run["seeded"] and run["private"] for run in found):
+    if any(run["seeded"] and run["private"] for run in facts_of_runs):
         out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
-    if any(run["audit"] for run in found):
+    if any(run["audit"] for run in facts_of_runs):
         out.print(f"{AUDITED} an audit run: the model is unfit for release")
 
 
@@ -174,8 +180,9 @@ def _epsilon(run: Mapping[str, Any]) -> str:
 def _score(run: Mapping[str, Any]) -> str:
     """Return the score and its name; "" if there is none."""
     metric = METRICS.get(run["metric"] or "")
-    known = metric is not None and run["score"] is not None
-    return f"{metric.title} {metric.text(run['score'])}" if metric and known else ""
+    if metric is None or run["score"] is None:
+        return ""
+    return f"{metric.title} {metric.text(run['score'])}"
 
 
 #: Cells of a run by the names of columns.

@@ -74,7 +74,14 @@ def _train(
     run: Path | None,
     ranks: "Ranks | None" = None,
 ) -> None:
-    """Start a run, or resume the given one, and follow it."""
+    """Start a run, or resume one, and follow it.
+
+    Args:
+        flags: settings as they were typed, by name.
+        config: YAML file of settings; None for none.
+        run: folder of the run to resume; None to start one.
+        ranks: processes of the run; None for one.
+    """
     resolved = None
     if run:
         late.folder.check_run_folder(run)
@@ -89,12 +96,12 @@ def _train(
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         display = late.display.RunDisplay(console.for_display(quiet, json))
-    with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
+    with stop_request() as stop_asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = late.run.train(resolved, asked, ranks=ranks)
+            events = late.run.train(resolved, stop_asked, ranks=ranks)
         elif run:
-            events = late.run.resume(run, settings, asked, ranks=ranks)
-        finished = late.display.follow(events, display, asked)
+            events = late.run.resume(run, settings, stop_asked, ranks=ranks)
+        finished = late.display.follow(events, display, stop_asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
@@ -102,12 +109,12 @@ def _train(
 
 def _end(finished: "Finished") -> None:
     """Exit with the code of a run that ended before its last step, and say how to go on."""
-    where, kept = finished.folder, f"the run so far is in {finished.folder}."
+    where, so_far = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
-        stop(f"interrupted; {kept} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
+        stop(f"interrupted; {so_far} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
-        more = late.folder.resume_elsewhere_command(where, ["--max-epsilon MORE"])
-        stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
+        longer = late.folder.resume_elsewhere_command(where, ["--max-epsilon MORE"])
+        stop(f"epsilon would exceed --max-epsilon; {so_far} To train longer: {longer}", BUDGET)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:

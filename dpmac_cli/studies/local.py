@@ -91,66 +91,78 @@ def carry_out(
     """
     study = _Study(executor, runs, deque(numbers))
     try:
-        while study.jobs or study.waiting or study.elsewhere:
-            if stop() and not study.asked:
+        while study.jobs or study.waiting:
+            if stop() and not study.stopping:
                 study.stop()
             ended = (*study.collect(), *study.start())
-            yield Look((*study.jobs, *study.elsewhere), ended)
+            yield Look(tuple(study.jobs), ended)
             time.sleep(PATIENCE)
     finally:
         study.stop()
 
 
-class _Study:
-    """Runs of a study that have not ended: those to start, in training, and trained elsewhere.
+class Awaited:
+    """Job of a run that another process trains, such as one of a study that was killed."""
 
-    Runs are named by their indices. A run is in one of ``waiting``, ``jobs`` and ``elsewhere``.
+    def __init__(self, run: Run) -> None:
+        self._run, self._stopped = run, False
+
+    def ended(self) -> bool:
+        """Return whether the other process has ended, or is no longer waited for."""
+        return self._stopped or not folder.in_use(self._run.folder)
+
+    def stop(self) -> None:
+        """Wait no longer. The other process goes on."""
+        self._stopped = True
+
+    def failure(self) -> None:
+        """Return None: nothing is known of the other process."""
+
+
+class _Study:
+    """Runs of a study that have not ended, by their indices: those to start, and those in training.
+
+    Runs that another process trains are among those in training.
     """
 
     def __init__(self, executor: Executor, runs: Sequence[Run], waiting: deque[int]) -> None:
         self.executor, self.runs, self.waiting = executor, runs, waiting
         self.jobs = dict[int, Job]()
-        self.elsewhere = list[int]()
-        self.asked = False
+        self.stopping = False
         self._prepared = set[str]()
 
     def stop(self) -> None:
         """Start no more runs, and ask those in training to stop, once."""
-        self.asked = True
+        self.stopping = True
         self.waiting.clear()
-        self.elsewhere.clear()
         for job in self.jobs.values():
             job.stop()
 
     def collect(self) -> Iterator[tuple[int, str | None]]:
         """Yield the runs that have ended, and why they failed."""
-        for number in [number for number, job in self.jobs.items() if job.ended()]:
-            job, run = self.jobs.pop(number), self.runs[number]
+        for number, job in list(self.jobs.items()):
+            if not job.ended():
+                continue
+            run = self.runs[number]
+            del self.jobs[number]
             self._prepared.add(prepares(run.plan))
             failure = job.failure()
-            if self.asked or failure is None or finished_report(run):
+            if self.stopping or finished_report(run):
                 yield number, None
-            elif folder.in_use(run.folder):  # another process was faster
-                self.elsewhere.append(number)
+            elif isinstance(job, Awaited):
+                self.waiting.appendleft(number)
+            elif failure and folder.in_use(run.folder):  # another process was faster
+                self.jobs[number] = Awaited(run)
             else:
                 yield number, failure
-        for number in list(self.elsewhere):
-            run = self.runs[number]
-            if folder.in_use(run.folder):
-                continue
-            self.elsewhere.remove(number)
-            if finished_report(run):
-                yield number, None
-            else:
-                self.waiting.appendleft(number)
 
     def start(self) -> Iterator[tuple[int, str | None]]:
         """Start runs while there is room for them; yield those that cannot be started, and why."""
-        while self.waiting and len(self.jobs) + len(self.elsewhere) < self.executor.slots:
+        while self.waiting and len(self.jobs) < self.executor.slots:
             number = self.waiting[0]
             run = self.runs[number]
             if folder.in_use(run.folder):
-                self.elsewhere.append(self.waiting.popleft())
+                self.jobs[self.waiting.popleft()] = Awaited(run)
                 continue
             if not self._is_prepared(run.plan):
                 return
