@@ -144,6 +144,14 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
+class Done(progress.MofNCompleteColumn):
+    """Column of a progress bar with what is done, such as 120/480; empty without a total."""
+
+    def render(self, task: progress.Task) -> Text:
+        """Return the text of a task."""
+        return Text("") if task.total is None else super().render(task)
+
+
 class TimeLeft(progress.ProgressColumn):
     """Column of a progress bar with the estimated time left, such as "1:35 left".
 
@@ -199,7 +207,7 @@ def waiting(quiet: bool, first: str = "") -> Iterator[None]:
         quiet: whether nothing is shown; nor is it by processes of a run other than the first.
         first: text to show before a computation starts; "" for none.
     """
-    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
+    columns = ("{task.description}", progress.BarColumn(), Done())
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     display = bar(*columns, console=console)
     task = display.add_task(first, total=None)

@@ -108,9 +108,10 @@ class Question(Priced, frozen=True):
         Raises:
             InputError: the batch or the epochs do not fit the number of records.
         """
-        size, batch, epochs, notes = self.dataset_size, self.batch_size, self.epochs, ()
+        size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
+        notes = tuple[str, ...]()
         before = ROUNDS if self.ranges else ()
-        after = (SHARE,) if self.calibration == HISTOGRAM else ()
+        after: tuple[float, ...] = (SHARE,) if self.calibration == HISTOGRAM else ()
         if size is None:
             facts = DATASETS[self.dataset]
             settings = self._settings(target)

@@ -74,9 +74,9 @@ def runs(
     elif listed:
         _print(console.stdout(), listed)
     else:
-        where = " or ".join(map(str, roots))
+        searched = " or ".join(map(str, roots))
         hint = "To train one: dpmac train --dataset digits"
-        console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
+        console.stdout().print(Text(f"There are no runs in {searched} yet. {hint}"))
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
