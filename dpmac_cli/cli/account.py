@@ -183,7 +183,7 @@ def account_file(path: Path) -> Path | None:
 
 
 def _is_account(file: Path) -> bool:
-    """Return whether a file can be read and is one of an account, be it damaged."""
+    """Return whether a file can be read and is one of an account, damaged or not."""
     try:
         return '"account"' in file.read_text("utf-8")
     except (OSError, UnicodeDecodeError):

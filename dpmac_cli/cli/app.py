@@ -40,7 +40,14 @@ COMMANDS: Mapping[str, str] = {
 
 
 def load_command(name: str) -> TyperCommand:
-    """Import a command, and return it by its name."""
+    """Import a command.
+
+    Args:
+        name: name of the command, a key of :data:`COMMANDS`.
+
+    Returns:
+        The command with all of its options.
+    """
     from dpmac_cli.cli.options import built  # noqa: PLC0415  (help need not wait for it)
 
     if name in WITH_MODULE:
@@ -53,7 +60,10 @@ def load_command(name: str) -> TyperCommand:
 
 
 class Commands(TyperGroup):
-    """The commands, by their summaries until one of them is called."""
+    """The commands, by their summaries until one of them is called.
+
+    So help, completion and messages about misspelt commands import no module of a command.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -62,7 +72,7 @@ class Commands(TyperGroup):
         }
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with their whole summaries."""
+        """Write the commands with their whole summaries, which typer would cut."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 

@@ -1,4 +1,10 @@
-"""dpmac compare: train many runs, and show a table of results."""
+"""dpmac compare: train many runs, and show a table of results.
+
+The grid of runs is validated as a whole before anything is trained. Then runs that are not
+finished are trained by commands (:mod:`dpmac_cli.studies.local`) or by tasks of Ray
+(:mod:`dpmac_cli.studies.ray_cluster`), and the table is made from the reports of all runs. One
+command at a time works in the folder of a study.
+"""
 
 import contextlib
 import math
@@ -157,7 +163,22 @@ def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
 def _carry_out(
     grid: Grid, out: Path, screen: Console, executor: str, jobs: int | None, cluster: str | None
 ) -> tuple[dict[int, str], bool]:
-    """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
+    """Train the runs that are not finished.
+
+    Args:
+        grid: the study.
+        out: its folder, which is locked meanwhile.
+        screen: where progress is shown.
+        executor: "local", or "ray".
+        jobs: largest number of runs at a time; None for the default of the executor.
+        cluster: address of a Ray cluster; None for the default.
+
+    Returns:
+        Why runs failed, by their indices in the grid, and whether the study was interrupted.
+
+    Raises:
+        InputError: the cluster does not answer, or the folder is in use or cannot be written.
+    """
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as resources:
         stop_asked = resources.enter_context(stop_request())
@@ -194,6 +215,10 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
     """Yield one line per reason, with the first run that failed for that reason.
 
     Reasons are the same if they differ in the folder of the run only.
+
+    Args:
+        grid: the study.
+        failures: why runs failed, by their indices in the grid.
     """
     by_reason: dict[str, list[int]] = {}
     for number, why in failures.items():

@@ -1,4 +1,9 @@
-"""Terminal output: results, errors and notes. Imports no torch."""
+"""Terminal output: results, errors and notes. Imports no torch.
+
+There are two kinds of output. A result, which a program may read, must be written whole: if it
+cannot be, the command fails. Progress and notes are expendable: a pager that was closed does not
+end hours of training. Colors and bars are only for terminals, and honor NO_COLOR.
+"""
 
 import contextlib
 import io
@@ -63,7 +68,11 @@ class Expendable:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect a stream, including its buffer, to the null device."""
+    """Redirect a stream to the null device, so that what its buffer holds raises no error.
+
+    Args:
+        stream: a stream of a file, such as sys.stdout.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -87,7 +96,11 @@ def stdout() -> Console:
 
 
 def widen(out: Console) -> None:
-    """Let tables be as wide as they need where lines are read by a program or a pager."""
+    """Let tables be as wide as they need where lines are read by a program or a pager.
+
+    Args:
+        out: the console, which keeps its width if it is a terminal.
+    """
     if not out.is_terminal:
         out.width = UNLIMITED
 
@@ -120,7 +133,12 @@ def plain_table(
 
 
 def for_display(quiet: bool, json: bool) -> Console:
-    """Return the expendable console for progress: stderr if stdout is for JSON."""
+    """Return the expendable console for progress.
+
+    Args:
+        quiet: whether it prints nothing.
+        json: whether standard output is for JSON, so that progress goes to standard error.
+    """
     return _console(Expendable(sys.stderr if json else sys.stdout), quiet)
 
 
@@ -140,7 +158,11 @@ def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Keep output of a user-supplied model off stdout if that is for JSON."""
+    """Return a context that keeps output of a user-supplied model off standard output.
+
+    Args:
+        json: whether standard output is for JSON; otherwise the context does nothing.
+    """
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
@@ -236,7 +258,12 @@ def print_result(text: str) -> None:
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
     """Print messages on stderr, one per line, with settings as flags.
 
-    Whatever they name, a terminal takes none of it for commands.
+    Control characters are escaped, so a terminal takes nothing that a message quotes for commands.
+
+    Args:
+        errors: messages, in which settings are in braces: "{lr}".
+        label: text before each of them.
+        style: style of the label, see rich.
     """
     console = _console(Expendable(sys.stderr))
     for error in errors:

@@ -1,4 +1,8 @@
-"""Display of training runs and evaluations."""
+"""Display of training runs and evaluations.
+
+What is shown of a run in training is private or public, like what is published of it: steps,
+epsilon and test scores. There is no loss of training records, no batch size and no norm.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,12 +51,19 @@ NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red
 
 
 def epsilon_or_dots(epsilon: float | None) -> str:
-    """Return epsilon, rounded up, or dots while it is still being computed."""
+    """Return epsilon, rounded up; dots for None, while it is still being computed.
+
+    >>> epsilon_or_dots(1.23401), epsilon_or_dots(None)
+    ('1.235', '...')
+    """
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
 class RunDisplay:
-    """One line per evaluation and, on a terminal, a live bar of steps."""
+    """One line per evaluation and, on a terminal, a live bar of steps.
+
+    It is for one run: :meth:`show` takes its events in their order.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -70,7 +81,11 @@ class RunDisplay:
         )
 
     def show(self, event: RunEvent) -> None:
-        """Print a line for important events, and update the bar below."""
+        """Print a line for important events, and update the bar below.
+
+        Args:
+            event: the next event of the run, of which the first is that it has started.
+        """
         match event:
             case Started():
                 self._plan = event.plan
@@ -210,7 +225,13 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
 
 
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
-    """Yield the test score of a finished run, and its interval if noise was added to it."""
+    """Yield the test score of a finished run, and its interval if noise was added to it.
+
+    Args:
+        report: the run's report.json.
+        metric: name of the metric to show first. Others follow that a constant prediction has a
+            value of, so that it can be told what was learned.
+    """
     scores, chosen = report["scores"], METRICS[metric]
     if scores is None:
         yield Text("no test records: nothing was scored")
@@ -295,7 +316,11 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
 
 
 def remedy(plan: Plan) -> str:
-    """Return what may help a model that learned nothing, in one sentence or two."""
+    """Return what may help a model that learned nothing, in one sentence or two.
+
+    Args:
+        plan: plan of its run, which says what is set already.
+    """
     if not plan.private:
         other = "--model" if plan.model.name != SMALLEST else f"--model than {SMALLEST}"
         return f"Train longer, or with another --lr or {other}."

@@ -1,4 +1,9 @@
-"""Commands as typer runs them: options from fields of models, and failures as messages."""
+"""Commands as typer runs them: options from fields of models, and failures as messages.
+
+A field of a pydantic model has a type, limits, a default and a help. An option of a command is made
+from it, and remains text until the model validates it, so that flags, YAML files and keywords of
+programs have the same rules and messages, and all faults are reported together.
+"""
 
 import functools
 import inspect
@@ -86,7 +91,11 @@ class Command(TyperCommand):
 
 
 def group_of(parameter: Any) -> str:
-    """Return the group of the help that a parameter of a command is in."""
+    """Return the group of the help that a parameter of a command is in.
+
+    Args:
+        parameter: an argument or an option of a typer command.
+    """
     if parameter.param_type_name == "argument":
         return ARGUMENTS
     return GROUPS.get(parameter.name, OPTIONS)
@@ -127,7 +136,15 @@ def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parame
 
 
 def stop(why: str, code: int) -> NoReturn:
-    """End a stopped command: print the reason and exit with a code."""
+    """End a command that was stopped.
+
+    Args:
+        why: reason to print, and how to go on.
+        code: exit code.
+
+    Raises:
+        Exit: always.
+    """
     console.print_errors([why], label="stopped")
     raise typer.Exit(code)
 
@@ -179,9 +196,10 @@ def _explanation(failure: Exception) -> errors.DpmacError:
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
-    """Handle Ctrl-C and SIGTERM: yield a function that returns whether one was received.
+    """Handle Ctrl-C and SIGTERM within a context.
 
-    A second one interrupts immediately.
+    Yields:
+        A function that returns whether one was received. A second one interrupts immediately.
     """
     received = threading.Event()
 

@@ -1,4 +1,8 @@
-"""dpmac runs: one line per run, from its public files alone. Loads no torch."""
+"""dpmac runs: one line per run, from its public files alone. Loads no torch.
+
+A run is listed whatever its state: in training, ended, cut off without a report, or damaged. So
+what a run on some records has cost is not overlooked because its files cannot be read.
+"""
 
 import contextlib
 import os
@@ -80,7 +84,7 @@ def runs(
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    """Yield runs in a folder and below it.
+    """Yield the folders of the runs in a folder and below it.
 
     Folders within a run, hidden folders, links to folders, and what cannot be read are skipped.
     """

@@ -1,4 +1,8 @@
-"""dpmac eval and dpmac predict: a trained model on test records and on new ones."""
+"""dpmac eval and dpmac predict: a trained model on test records and on new ones.
+
+Scores and predictions are exact: they reveal information about the records that they are of, which
+epsilon does not cover, and notes say so.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -294,7 +298,12 @@ def _show(scored: "Scored", json: bool) -> None:
 
 
 def _by_output(task: Task, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sensitivities by the names of classes, or what is predicted instead of classes."""
+    """Return sensitivities by the names of classes, or the target that is predicted instead.
+
+    Args:
+        task: what was predicted.
+        details: see :meth:`~dpmac_cli.tasks.task.Task.details`.
+    """
     if "sensitivity" not in details:
         return {"target": task.facts["target"]}
     return {"per_class": dict(zip(task.names, details["sensitivity"], strict=True))}

@@ -1,4 +1,8 @@
-"""dpmac train: start or resume a run."""
+"""dpmac train: start or resume a run.
+
+A launcher such as torchrun starts one process per rank. Rank 0 validates, prints and handles
+signals; the others compute their shares of each step.
+"""
 
 import contextlib
 import os
@@ -108,7 +112,7 @@ def _train(
 
 
 def _end(finished: "Finished") -> None:
-    """Exit with the code of a run that ended before its last step, and say how to go on."""
+    """Exit with the code of a run that ended before its last step, and print how to resume it."""
     where, so_far = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
         stop(f"interrupted; {so_far} To resume: {late.folder.resume_command(where)}", INTERRUPTED)

@@ -1,4 +1,9 @@
-"""Grid of a study: settings with several values become cells and runs. Imports no torch."""
+"""Grid of a study: settings with several values become cells and runs. Imports no torch.
+
+Values of the noise, or of the epsilon that it is chosen for, are the columns of the table, and
+combinations of other values its rows. A cell has one run per seed. All runs have the same records,
+so that one total epsilon covers them. Everything is validated before the first run is trained.
+"""
 
 import hashlib
 import itertools

@@ -1,4 +1,8 @@
-"""Files of a comparison: tables, values for programs, remarks, figures and a web page."""
+"""Files of a comparison: tables, values for programs, remarks, figures and a web page.
+
+Every form has the remarks that the figures need: what the runs cost together, whether a difference
+can be told from chance, and that named seeds protect from nobody who knows them.
+"""
 
 import itertools
 import json
@@ -63,7 +67,10 @@ OTHERS = " Other runs on the same records add to the cost, also those deleted or
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of compare.json: ``rows`` for programs, and remarks."""
+    """Return the content of compare.json.
+
+    Its keys are described in docs/compare.schema.json. Numbers that are not finite are None.
+    """
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
@@ -157,7 +164,18 @@ def _as_cell(labels: Labels) -> str:
 
 
 def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
-    """Write a comparison in all formats, and their checksums last; return what is in each file."""
+    """Write a comparison in all formats, and their checksums last.
+
+    Args:
+        comparison: the results.
+        out: folder of the study.
+
+    Returns:
+        The text of each file, by its name.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     texts = {
         COMPARE_JSON: to_json(as_json(comparison)),
         COMPARE_CSV: as_csv(comparison),
@@ -210,7 +228,13 @@ class _Study(Part):
 def study_page(out: Path) -> str:
     """Return a web page of a study, from the files of :func:`write_comparison`.
 
-    Raises InputError if its files cannot be read.
+    The files may be someone else's, so they are validated, and text in them is escaped.
+
+    Args:
+        out: folder of the study.
+
+    Raises:
+        InputError: a file is missing, is not one of a comparison, or is of another version.
     """
     remedy = "Use the output folder of dpmac compare."
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
@@ -228,7 +252,14 @@ def study_page(out: Path) -> str:
 
 
 def study_figure(grid: Grid) -> "Figure":
-    """Draw the mean score of each cell over epsilon, and over epochs, from its finished runs."""
+    """Draw the mean score of each cell over epsilon, and over epochs.
+
+    Args:
+        grid: the study, of which the runs that are finished count.
+
+    Returns:
+        A figure with one line per cell in each of two panels.
+    """
     metric = METRICS[grid.plan.settings.metric]
     cells = dict[str, list[Point]]()
     groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
@@ -278,7 +309,14 @@ def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return remarks on significance, on the cost of all runs, and on seeds and other runs."""
+    """Return the sentences below the table.
+
+    They say which differences are significant or why none is marked, what publishing anything
+    learnt from all runs costs, and whom named seeds protect from.
+
+    Args:
+        comparison: the results.
+    """
     rivals = Counter(cell.column for cell in comparison.cells)
     tested = Counter(cell.column for cell in comparison.cells if cell.tested)
     sentences = list[str]()
