@@ -155,9 +155,9 @@ def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
         return
     with console.waiting(quiet, "privacy costs"):
         titles, *rows = grid.planned()
-    caption = f"{counted(len(grid.runs), 'run')}; {_seeds(grid)}; finished runs are not repeated"
-    table = console.plain_table(titles, rows, caption=caption, caption_justify="left")
-    console.stdout().print(table)
+    out = console.stdout()
+    out.print(console.plain_table(titles, rows))
+    out.print(f"{counted(len(grid.runs), 'run')}; {_seeds(grid)}; finished runs are not repeated")
 
 
 def _carry_out(

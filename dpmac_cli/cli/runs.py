@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -21,7 +22,7 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import PrintJson
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, escaped, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.task import METRICS
@@ -41,6 +42,8 @@ UNKNOWN: Mapping[str, Any] = dict.fromkeys(
 #: Exceptions raised while reading a damaged file.
 DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
+#: Space between columns.
+GAP = "  "
 
 
 @command()
@@ -161,14 +164,31 @@ def _unreported(where: Path) -> dict[str, Any]:
 
 
 def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table with a line per run, and what its marks mean."""
+    """Print a table with a line per run, and what its marks mean.
+
+    On a terminal that is too narrow for it, the folder of a run has a line of its own.
+    """
     console.widen(out)
-    rows = [[cell_of(run) or "-" for cell_of in COLUMNS.values()] for run in facts_of_runs]
-    out.print(console.plain_table(COLUMNS, rows, no_wrap=True, padding=(0, 1, 0, 0)))
+    rows = [tuple(COLUMNS)]
+    for run in facts_of_runs:
+        rows.append(tuple(cell_of(run) or "-" for cell_of in COLUMNS.values()))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    is_wide = sum(widths) + len(GAP) * (len(widths) - 1) <= out.width
+    style = "bold"
+    for row in rows:
+        line = f"{row[0]}\n{GAP}{_line(row[1:], widths[1:])}"
+        out.print(Text(_line(row, widths) if is_wide else line, style=style))
+        style = ""
     if any(run["seeded"] and run["private"] for run in facts_of_runs):
         out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
     if any(run["audit"] for run in facts_of_runs):
         out.print(f"{AUDITED} an audit run: the model is unfit for release")
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return the cells of a row, aligned."""
+    aligned = (set_cell_size(cell, width) for cell, width in zip(cells, widths, strict=True))
+    return GAP.join(aligned).rstrip()
 
 
 def _epsilon(run: Mapping[str, Any]) -> str:
@@ -190,8 +210,8 @@ def _score(run: Mapping[str, Any]) -> str:
 
 
 #: Cells of a run by the names of columns.
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str | Text]] = {
-    "run": lambda run: Text(run["folder"], overflow="ellipsis"),
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "run": lambda run: escaped(run["folder"]),
     "dataset": lambda run: run["dataset"],
     "optimizer": lambda run: run["optimizer"],
     "epsilon at delta": _epsilon,
