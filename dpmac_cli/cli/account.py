@@ -1,7 +1,7 @@
 """dpmac account: the privacy cost of training, and settings that meet a target."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,23 +104,12 @@ def account(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.
     """
-    errors = list[str]()
     typed = [name for name, value in values.items() if is_given(value)]
-    if run is not None:
-        errors += (
-            f"{{{name}}} contradicts {run}, which has all facts of the run. Leave it out."
-            for name in typed
-            if name in Question.model_fields and name not in BESIDE_A_RUN
-        )
+    errors = [] if run is None else list(_faults_beside_run(run, typed))
     flags = valid(AccountFlags, values, errors)
     file = None if run is None else account_file(run)
     if file is not None:
-        errors += (
-            f"{{{name}}} is for runs. An account has its own delta and events. Leave it out."
-            for name in OF_RUNS
-            if name in typed
-        )
-        raise_errors(errors)
+        raise_errors((*errors, *_faults_beside_account(typed)))
         _print_account(file, as_json=flags.json)
         return
     if flags.plot:
@@ -150,7 +139,21 @@ def account(
         raise BudgetError(beyond)
 
 
+def _faults_beside_run(run: Path, typed: Iterable[str]) -> Iterator[str]:
+    """Yield the faults of flags that contradict a run."""
+    for name in typed:
+        if name in Question.model_fields and name not in BESIDE_A_RUN:
+            yield f"{{{name}}} contradicts {run}, which has all facts of the run. Leave it out."
+
+
 # An account on disk.
+
+
+def _faults_beside_account(typed: Sequence[str]) -> Iterator[str]:
+    """Yield the faults of flags that do not apply to an account on disk."""
+    for name in OF_RUNS:
+        if name in typed:
+            yield f"{{{name}}} is for runs. An account has its own delta and events. Leave it out."
 
 
 def account_file(path: Path) -> Path | None:
@@ -270,10 +273,10 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
     delta_of_run = report.delta or DELTA
     delta = flags.delta if "delta" in flags.explicit else delta_of_run
     unit = unit_of(covered=report.settings.cover_scores or False, several=bool(data.unit))
-    rows = [
-        replace(price(events, delta, name, unit, search), dataset_size=data.train_size)
-        for name in USED[flags.accountant]
-    ]
+    rows = list[Row]()
+    for accountant in USED[flags.accountant]:
+        row = price(events, delta, accountant, unit, search)
+        rows.append(replace(row, dataset_size=data.train_size))
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, epsilon_of(report.done, delta_of_run)
 

@@ -108,7 +108,8 @@ class RunDisplay:
 
     def print(self, *lines: Text) -> None:
         """Print lines above the bar."""
-        self.console.print(*lines, sep="\n", end="\n" * bool(lines))
+        for line in lines:
+            self.console.print(line)
 
     def compute(self, event: Computing) -> None:
         """Print once that records are computed on."""

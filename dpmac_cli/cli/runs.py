@@ -64,12 +64,12 @@ def runs(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     roots = folders or [ROOT]
-    raise_errors(
-        f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
-        f"none for {ROOT}/."
-        for root in folders or ()
-        if not root.is_dir()
-    )
+    faults = list[str]()
+    for root in folders or ():
+        if not root.is_dir():
+            fault = "is a file" if root.exists() else "does not exist"
+            faults.append(f"{root} {fault}. Use a folder of runs, or none for {ROOT}/.")
+    raise_errors(faults)
     places = dict[Path, Path]()  # a folder below two roots is listed once
     for root in roots:
         for where in _runs_below(root):
@@ -197,7 +197,9 @@ def _epsilon(run: Mapping[str, Any]) -> str:
         return "no privacy"
     if run["seeded"] is None:  # without a report, none is known yet
         return ""
-    marks = SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
+    marks = SEEDED if run["seeded"] else ""
+    if run["audit"]:
+        marks += AUDITED
     return f"{format_epsilon(run['epsilon'])}{marks} at {run['delta']:g}"
 
 

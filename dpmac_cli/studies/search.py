@@ -47,13 +47,13 @@ DECIDED: Mapping[str, str] = {
     "canaries": "an audit tests one run: use dpmac train --canaries",
     "force": "a search is only replaced by hand: delete its folder",
 }
+#: Settings of the groups that a search draws from which it does not draw.
+FIXED = ("dataset", "recipe", "class_weights", "shares", "threshold")
 #: Settings that a search can draw.
 SEARCHED: Fields = {
     name: field
     for name, field in SETTINGS.items()
-    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
-    and name not in ("dataset", "recipe", "class_weights", "shares", "threshold")
-    and not is_switch(field)
+    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE) and name not in FIXED and not is_switch(field)
 }
 
 
@@ -270,10 +270,8 @@ def _calibrated(
     count = math.prod(len(dimension.values) for dimension in drawn)
     if count > MOST:
         raise InputError(f"{count:,} combinations of values and ends of ranges; at most {MOST:,}.")
-    combinations = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*(dimension.values for dimension in drawn))
-    ]
+    choices = itertools.product(*(dimension.values for dimension in drawn))
+    combinations = [dict(zip(names, values, strict=True)) for values in choices]
     results, notes = resolved(({**shared, **values} for values in combinations), same_data=True)
     # One combination for each privacy cost: the others cost the same at every noise.
     different = dict[tuple[TrainingEvent, ...], dict[str, Any]]()
@@ -283,10 +281,11 @@ def _calibrated(
     space = tuple(dimension.text for dimension in drawn)
 
     def plans(epsilon: float) -> tuple[Plan, ...]:
-        of_trials = {**shared, "epsilon": epsilon}
-        return tuple(
-            resolve({**of_trials, **values}, data=data).plan for values in different.values()
-        )
+        plans_of_trials = list[Plan]()
+        for values in different.values():
+            of_trial = {**shared, "epsilon": epsilon, **values}
+            plans_of_trials.append(resolve(of_trial, data=data).plan)
+        return tuple(plans_of_trials)
 
     def search(epsilon: float) -> Search:
         candidates = dict.fromkeys(map(events_of_trial, plans(epsilon)))

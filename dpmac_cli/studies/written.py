@@ -338,4 +338,7 @@ def remarks(comparison: Comparison) -> list[str]:
             "records: publishing anything learnt from all of them, such as which is best, costs "
             f"{cost_in_words(epsilon, comparison.grid.plan.settings.delta)} in total."
         )
-    return [*sentences, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]
+    of_seeds = SEEDS
+    if len(cells) > 1:
+        of_seeds += ONE_SEED
+    return [*sentences, of_seeds + OTHERS]
