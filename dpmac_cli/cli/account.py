@@ -1,4 +1,8 @@
-"""dpmac account: the privacy cost of training, and settings that meet a target."""
+"""dpmac account: the privacy cost of training, and settings that meet a target.
+
+There are three sources of a cost: a question on a training in advance (:mod:`question`), the report
+of a run, whose epsilon is computed again from its events, and an account on disk.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +54,7 @@ READABLE = (
 
 
 class AccountFlags(Question, frozen=True):
-    """Flags of the command: the question, and how it is answered."""
+    """Flags of the command: the question, and what is printed or drawn of the answer."""
 
     risk: StrictBool = False
     """Also show bounds on what an attacker can learn."""
@@ -196,7 +200,12 @@ def _is_account(file: Path) -> bool:
 def _print_account(file: Path, *, as_json: bool) -> None:
     """Print what is spent of an account on disk, and left, and rounds of a silo.
 
-    Raises InputError.
+    Args:
+        file: the file of the account.
+        as_json: whether to print JSON for a program.
+
+    Raises:
+        InputError: the account or the rounds are damaged.
     """
     kept = Account.open(file)
     events = kept.own
@@ -282,7 +291,15 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
 
 
 def _judge(stored: float, correct: float) -> None:
-    """Confirm that a report's epsilon is correct. Raises InputError if it is wrong."""
+    """Print that a report's epsilon is correct.
+
+    Args:
+        stored: epsilon in the report.
+        correct: epsilon of the events in the report.
+
+    Raises:
+        InputError: they differ by more than :data:`TOLERANCE`.
+    """
     epsilon = format_epsilon(stored)
     if not math.isclose(correct, stored, rel_tol=TOLERANCE, abs_tol=1e-9):
         raise InputError(

@@ -146,7 +146,13 @@ class RunDisplay:
             yield f"{note} {remedy(self._plan)}" if learned_nothing else note
 
     def _pace(self, step: int, seconds: float, steps: int) -> None:
-        """Print how long a slow run will take, once, and what would be faster."""
+        """Print how long a slow run will take, once, and what would be faster.
+
+        Args:
+            step: the last step.
+            seconds: seconds of training up to it.
+            steps: number of steps of the run.
+        """
         if self._begun is None:  # the first step prepares the others
             self._begun = step, seconds
         first, began = self._begun
@@ -264,7 +270,12 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
 
 
 def _beside(scores: Mapping[str, Any], metric: EvaluationMetric) -> str:
-    """Return what a metric is for a constant prediction, in words; "" if it is not in a report."""
+    """Return what a metric is for a constant prediction, in words; "" if it is not in a report.
+
+    Args:
+        scores: scores of a report, by key.
+        metric: the metric.
+    """
     constant = scores.get(metric.key, {}).get("constant")
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
@@ -433,7 +444,12 @@ def follow(
 
 
 def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
-    """Return a sentence with the command to resume a failed run, with other settings if needed."""
+    """Return a sentence with the command to resume a failed run.
+
+    Args:
+        where: folder of the run.
+        changes: flags of settings that must differ; without any, the run is resumed where it is.
+    """
     if not checkpoint.path_in(where).exists():
         return "The run's checkpoint no longer exists, so it cannot be resumed. Start a new run."
     command = folder.resume_command(where)

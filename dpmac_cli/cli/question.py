@@ -38,7 +38,9 @@ USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 
 
 class Question(Priced, frozen=True):
-    """Flags of ``dpmac account``: as given, or completed; None for what is to be solved for.
+    """Flags of ``dpmac account`` that describe a training: its sizes, its noise, and a target.
+
+    What is not given is completed by the defaults of the dataset, or is solved for.
 
     Raises:
         InputError: lists every invalid value and contradiction.
@@ -205,7 +207,18 @@ def _solved(
     accountant: str,
     others: tuple[TrainingEvent, ...],
 ) -> TrainingEvent:
-    """Return an event with what is solved for; ``others`` are within the target, too."""
+    """Return an event with what is solved for.
+
+    Args:
+        event: steps of the training, whose noise or number is to be replaced.
+        question: says what is solved for, if anything.
+        target: epsilon that event and ``others`` keep to together.
+        accountant: name of the accountant.
+        others: further events on the same records, such as histograms.
+
+    Raises:
+        BudgetError: nothing meets the target.
+    """
     goal = (event, question.delta, target, accountant)
     match question.solve:
         case "sigma":

@@ -186,7 +186,11 @@ def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return the cells of a row, aligned."""
+    """Return the cells of a row, aligned.
+
+    >>> _line(["run", "state"], [6, 8])
+    'run     state'
+    """
     aligned = (set_cell_size(cell, width) for cell, width in zip(cells, widths, strict=True))
     return GAP.join(aligned).rstrip()
 

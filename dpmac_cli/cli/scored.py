@@ -250,7 +250,12 @@ def predict(
 
 
 def _show(scored: "Scored", json: bool) -> None:
-    """Print the scores of a model."""
+    """Print the scores of a model, with 95% intervals and beside those of constant predictions.
+
+    Args:
+        scored: the scores, and what they are of.
+        json: whether to print JSON for a program.
+    """
     result, card = scored.result, scored.path.with_name(CARD)
     headline, values, intervals = result.task.headline, result.metrics, result.intervals()
     details = result.details()
@@ -333,7 +338,14 @@ def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json
 
 
 def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
-    """Print the result of an audit; exit with code 4 if it contradicts the claim."""
+    """Print the result of an audit; exit with code 4 if it contradicts the claim.
+
+    Args:
+        audit: the guesses of the attack on canaries, and the claim.
+        verdict: what follows from them, as JSON values.
+        run: folder of the run.
+        json: whether to print JSON for a program.
+    """
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:

@@ -122,7 +122,15 @@ def _end(finished: "Finished") -> None:
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
-    """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
+    """Run as a rank other than 0. Only rank 0 handles stop requests and prints.
+
+    Args:
+        flags: settings as they were typed, of which only those of the machine count.
+        ranks: processes of the run.
+
+    Raises:
+        RunError: this rank failed; the message names it.
+    """
     local = {name: flags[name] for name in OF_MACHINE if is_given(flags[name])}
     with stop_request():
         try:

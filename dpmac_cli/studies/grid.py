@@ -159,7 +159,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32)]
 
 
 class StudyFlags(Flags, frozen=True):
-    """Flags of a study instead of those of a single run."""
+    """Flags of a study in place of ``--optimizer`` and ``--seed`` of a single run."""
 
     optimizers: Several[Annotated[str, OneOf(("paper", "all", *OPTIMIZERS))]] = ("paper",)
     """Optimizers to compare, paper for those of the paper, or all. [default: paper]"""
@@ -306,7 +306,16 @@ def _faults_of_several(values: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def _build(values: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
-    """Return the grid of all combinations of values, with every seed. Raises InputError."""
+    """Return the grid of all combinations of values, with every seed.
+
+    Args:
+        values: values of each setting, by its name.
+        seeds: seeds of each cell.
+        root: folder of all runs.
+
+    Raises:
+        InputError: there are none or too many combinations, or one is not possible.
+    """
     count = math.prod(map(len, values.values())) * len(seeds)
     if not 0 < count <= MOST:  # check before resolving runs, which takes time
         raise InputError(
@@ -345,6 +354,10 @@ def _combinations(
     """Yield the labels and the settings of each combination of values.
 
     A setting of another optimizer does not change a run: it is left out, and its label is empty.
+
+    Args:
+        values: values of each setting, by its name.
+        axes: settings whose values distinguish rows.
     """
     for combination in itertools.product(*values.values()):
         flags: dict[str, Any] = dict(zip(values, combination, strict=True))

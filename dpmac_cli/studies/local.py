@@ -1,8 +1,11 @@
 """Run a study: every run is a command ``dpmac train``, in a process of its own.
 
 A run that has finished is not started again, and one that has a checkpoint is resumed. So a study
-that was killed continues, whoever trained its runs. The other executor is
-:mod:`~dpmac_cli.studies.ray_cluster`. Imports no torch, unless the machine may have a GPU.
+that was killed continues, whoever trained its runs. The state of a study is in the folders of its
+runs and nowhere else: each is locked while it is trained, and sealed by checksums at the end.
+
+The other executor is :mod:`~dpmac_cli.studies.ray_cluster`. Imports no torch, unless the machine
+may have a GPU.
 """
 
 import contextlib
@@ -42,7 +45,7 @@ ERROR, STOPPED = "error: ", "stopped: "
 
 
 class Job(Protocol):
-    """A run in training, elsewhere."""
+    """A run in training, in another process or on another machine."""
 
     def ended(self) -> bool:
         """Return whether it has ended."""
@@ -55,7 +58,11 @@ class Job(Protocol):
 
 
 class Executor(Protocol):
-    """Trains runs in other processes or on other machines, at most ``slots`` at a time."""
+    """Trains runs in other processes or on other machines.
+
+    Attributes:
+        slots: largest number of runs at a time.
+    """
 
     slots: int
 

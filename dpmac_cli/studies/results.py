@@ -132,7 +132,15 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
-    """Return the cell of some runs, which come with their indices in the grid."""
+    """Return the cell of some runs.
+
+    Its epsilon is that of its most expensive run: one that was killed and resumed may have taken
+    more steps than planned.
+
+    Args:
+        runs: runs that differ only by their seed, each with its index in the grid.
+        failures: why runs failed, by their indices in the grid.
+    """
     values, seconds, failed = {}, [], {}
     first = runs[0][1]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
@@ -185,7 +193,15 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
 
 
 def score_in(report: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric of a report; None if it is not defined, or not in it."""
+    """Return a metric of a report.
+
+    Args:
+        report: the content of a report.json.
+        key: key of the metric in ``scores``.
+
+    Returns:
+        Its value; None if it is not defined for these records, or not in the report.
+    """
     value: float | None = (report["scores"] or {}).get(key, {}).get("value")
     return value
 

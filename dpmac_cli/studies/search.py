@@ -58,7 +58,7 @@ SEARCHED: Fields = {
 
 
 class SearchFlags(Flags, frozen=True):
-    """Settings of a search itself."""
+    """Settings of a search itself, beside those of its trials."""
 
     trials: MeanTrials = MEAN
     """Mean number of trials. The number itself is random and secret. [default: 20; without settings
@@ -172,7 +172,11 @@ class SearchSpace:
 
 
 def secret_place(out: Path) -> Path:
-    """Return the folder beside the cache where a search for a folder keeps its current trial."""
+    """Return the folder beside the cache where a search keeps its current trial.
+
+    Args:
+        out: folder of the search, by whose path the other one is found again.
+    """
     digest = hashlib.sha256(os.fsencode(out.absolute())).hexdigest()[:16]
     return cache_folder().with_name(f"search-{digest}")
 
@@ -239,7 +243,12 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
 
 
 def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[Dimension]:
-    """Yield settings to draw, and add their faults to ``errors``."""
+    """Yield settings to draw: those with several values, and numbers with a range.
+
+    Args:
+        values: values of each setting, by its name.
+        errors: faults are added to these.
+    """
     for name, listed in values.items():
         typed = f"{{{name}=}}{','.join(map(str, listed))}"
         kind = kind_of(SETTINGS[name])
@@ -265,7 +274,20 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
 def _calibrated(
     shared: dict[str, Any], drawn: tuple[Dimension, ...], mean: float, out: Path
 ) -> SearchSpace:
-    """Return the space with the noise of its trials. Raises the errors of :func:`plan_search`."""
+    """Return the space with the noise of its trials.
+
+    The whole search meets the target: more noise is added until the selection among a random number
+    of trials, each at most as expensive as the most expensive candidate, costs at most that.
+
+    Args:
+        shared: settings that all trials share, by name.
+        drawn: settings to draw.
+        mean: mean number of trials.
+        out: folder of the search.
+
+    Raises:
+        InputError, BudgetError: as in :func:`plan_search`.
+    """
     names = [dimension.name for dimension in drawn]
     count = math.prod(len(dimension.values) for dimension in drawn)
     if count > MOST:

@@ -112,10 +112,22 @@ def _check_free(out: Path) -> None:
 def _best(
     space: SearchSpace, place: Path, stop: Callable[[], bool], data: Data
 ) -> dict[str, bytes]:
-    """Train a secret random number of trials; return the published files of the best by name.
+    """Train a secret random number of trials, and return the best.
 
-    Each trial is removed when it has ended. Raises RunError if every trial diverged, and
-    KeyboardInterrupt.
+    Each trial is removed when it has ended.
+
+    Args:
+        space: the search.
+        place: folder of the current trial.
+        stop: called after every step; True ends the search.
+        data: the records, which are read once.
+
+    Returns:
+        The published files of the best trial, by name.
+
+    Raises:
+        RunError: every trial diverged.
+        KeyboardInterrupt: ``stop`` returned True.
     """
     most, best = -math.inf, dict[str, bytes]()
     for _ in range(space.search.trials.draw()):

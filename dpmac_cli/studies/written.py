@@ -150,7 +150,17 @@ def _time(cells: Iterable[Cell | None]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table in Markdown."""
+    """Return an aligned table in Markdown.
+
+    Args:
+        head: titles of the columns.
+        rows: cells of each row, in which Markdown's signs are escaped.
+
+    >>> print(_table(["", "sigma 1"], [["dp-sgd", "89.77"]]))
+    |        | sigma 1 |
+    | ------ | ------- |
+    | dp-sgd | 89.77   |
+    """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = list[str]()
     for cells in (head, ["-" * width for width in widths], *rows):
@@ -194,7 +204,10 @@ LONGEST = 500
 
 
 class _Row(Part):
-    """A row of compare.json. Its other keys are labels, by the names of the axes."""
+    """A row of compare.json, as far as a web page shows it.
+
+    Its other keys are labels, by the names of the axes. They are compared and drawn as texts.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -205,7 +218,10 @@ class _Row(Part):
 
 
 class _Study(Part):
-    """Values of compare.json that a web page shows."""
+    """Values of compare.json that a web page shows.
+
+    Numbers are bounded and labels short, whoever wrote the file.
+    """
 
     schema_version: int
     dataset: str
@@ -271,7 +287,12 @@ def study_figure(grid: Grid) -> "Figure":
 
 
 def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
-    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl."""
+    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl.
+
+    Args:
+        runs: the runs of one cell, which are evaluated after the same epochs.
+        metric: the score. Runs that release one score at the end have one point.
+    """
     scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
     for run in runs:
         if finished_report(run) is None:
@@ -287,7 +308,11 @@ def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
 
 
 def _number(value: float, metric: EvaluationMetric) -> str:
-    """Return a value of a metric, of a share in percent."""
+    """Return a value of a metric; a share is in percent, with two digits.
+
+    >>> _number(0.91385, METRICS["accuracy"])
+    '91.39'
+    """
     return f"{100 * value:.2f}" if metric.share else number(value)
 
 
