@@ -366,14 +366,14 @@ def test_runs_whose_epsilons_do_not_add_up_are_no_study(
 
 
 def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
+    failures: dict[int, str] = changes.pop("failures", {})
     values: dict[str, Any] = {
         "labels": (("optimizer", name),),
         "column": 1.0,
         "sigma": 1.0,
         "epsilon": 2.0,
-        "values": dict(enumerate(accuracies)),
+        "outcomes": {**dict(enumerate(accuracies)), **failures},
         "seconds": 1.0,
-        "failures": {},
     }
     return Cell(**{**values, **changes})
 

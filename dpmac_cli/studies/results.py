@@ -52,9 +52,9 @@ class Cell:
         labels, column: labels of the row, and value of the column.
         sigma: noise multiplier; 0 without privacy.
         epsilon: epsilon of one run; ``inf`` without privacy.
-        values: test metric (nan if undefined) of finished runs, by seed.
+        outcomes: test metric (nan if undefined) of each run that finished, and why each of the
+            others did not, by seed.
         seconds: mean training time of the finished runs; nan if there are none.
-        failures: reasons why other runs did not finish, by seed.
         standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
             "" if so, or not tested.
         difference: difference from the best mean of the column; None for the best itself, and if
@@ -65,9 +65,8 @@ class Cell:
     column: float
     sigma: float
     epsilon: float
-    values: Mapping[int, float]
+    outcomes: Mapping[int, float | str]
     seconds: float
-    failures: Mapping[int, str]
     standing: str = ""
     difference: Difference | None = None
 
@@ -77,15 +76,27 @@ class Cell:
         return row_name(self.labels)
 
     @property
+    def values(self) -> dict[int, float]:
+        """Return the metric of each run that finished, by seed."""
+        return {seed: end for seed, end in self.outcomes.items() if not isinstance(end, str)}
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """Return why each of the other runs did not finish, by seed."""
+        return {seed: end for seed, end in self.outcomes.items() if isinstance(end, str)}
+
+    @property
     def mean(self) -> float:
         """Return the mean metric; nan if no run finished, or it is not defined."""
-        return fmean(self.values.values()) if self.values else math.nan
+        values = self.values.values()
+        return fmean(values) if values else math.nan
 
     @property
     def std(self) -> float | None:
         """Return the sample standard deviation of the metric; None for fewer than two values."""
-        defined = len(self.values) > 1 and math.isfinite(self.mean)
-        return stdev(self.values.values()) if defined else None
+        values = self.values.values()
+        defined = len(values) > 1 and math.isfinite(self.mean)
+        return stdev(values) if defined else None
 
     @property
     def tested(self) -> bool:
@@ -141,7 +152,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
         runs: runs that differ only by their seed, each with its index in the grid.
         failures: why runs failed, by their indices in the grid.
     """
-    values, seconds, failed = {}, [], {}
+    outcomes, seconds = dict[int, float | str](), list[float]()
     first = runs[0][1]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
     epsilon = total_epsilon((event,), delta) if plan.private else math.inf
@@ -149,7 +160,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     for number, run in runs:
         report = finished_report(run)
         if report is None:
-            failed[run.seed] = failures.get(number, "not finished")
+            outcomes[run.seed] = failures.get(number, "not finished")
             continue
         if plan.private:
             events = events_of(run.folder)
@@ -157,15 +168,14 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
                 epsilon = max(epsilon, total_epsilon(events, delta))
         seconds.append(float(report["environment"]["seconds"]))
         score = score_in(report, key)
-        values[run.seed] = math.nan if score is None else float(score)
+        outcomes[run.seed] = math.nan if score is None else float(score)
     return Cell(
         labels=first.labels,
         column=first.column,
         sigma=event.noise_multiplier,
         epsilon=epsilon,
-        values=values,
+        outcomes=outcomes,
         seconds=fmean(seconds) if seconds else math.nan,
-        failures=failed,
     )
 
 
