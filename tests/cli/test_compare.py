@@ -257,7 +257,6 @@ def test_a_bar_has_the_time_that_is_left_once_it_is_known() -> None:
         bar.advance(number, 10)
     assert column.render(task).plain == "0:07 left"
     bar.update(number, completed=100)
-    column.max_refresh = None
     assert column.render(task).plain == "finishing"
 
 
