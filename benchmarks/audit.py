@@ -32,9 +32,8 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 
 ATTACKED = ("dp-sgd", "dp-macadam")
@@ -173,7 +172,7 @@ def measure(setting: Setting) -> dict[str, Any]:
             guesses = setting.get("guesses", gradients // 10)
             last, found = attacked(resolved.plan, gradients, guesses)
         else:
-            last = finish(run.train(resolved))
+            last = finish(train_plan(resolved))
             found = read_audit(out)
     return {
         **found.verdict(),

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from common import append_line, parser_of, read_lines
 
-from dpmac_cli import resolve
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import make_trainer
 
 TUNED, SEEDS, EPOCHS = 100, (0, 1, 2, 3, 4), 5

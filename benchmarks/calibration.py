@@ -27,7 +27,10 @@ from common import append_line, parser_of, read_lines
 from sklearn.datasets import load_digits
 
 import dpmac_cli
-from dpmac_cli import ArrayData, Classification, finish, resolve, train
+from dpmac_cli import ArrayData
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.tasks.classification import Classification
 
 EPSILONS = (0.5, 1.0, 3.0, 8.0)
 #: Tables of KEEL with classes that benchmarks/tables.py leaves out, with their numbers of columns.
@@ -48,7 +51,7 @@ class Records:
 
     Attributes:
         dataset: what is trained on, with test records.
-        train, test: training and test records, as :func:`dpmac_cli.predict` takes them.
+        train, test: training and test records, as :meth:`dpmac_cli.Run.predict` takes them.
         labels, test_labels: names of their classes, shape (records,).
     """
 
@@ -108,8 +111,8 @@ def measure(data: Any, epsilon: float, seed: int, *, texts: bool) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         plan = resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **more)
-        report = finish(train(plan)).report
-        scored = dpmac_cli.score(out, data).result
+        report = finish(train_plan(plan)).report
+        scored = dpmac_cli.load(out).score(data)
     line: dict[str, Any] = {"records": report["data"]["train_size"]}
     if report["network"]["residuals"] is not None:
         return line | {"coverage": report["scores"]["interval_coverage"]}

@@ -21,7 +21,8 @@ from common import append_line, parser_of, read_lines
 from scipy.special import logsumexp
 
 import dpmac_cli
-from dpmac_cli import finish, resolve, train
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.calibration import Calibration, cell_count, cells, log_odds
 from dpmac_cli.tasks.operating_point import OperatingPoint
 
@@ -38,8 +39,8 @@ def outputs_of(packages: Path, runs: Path, texts: Path, run: tuple[str, float, i
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run"
             plan = resolve(dataset=data.dataset, epsilon=epsilon, seed=seed, out=out, **more)
-            report = finish(train(plan)).report
-            found = [dpmac_cli.predict(out, part).outputs for part in (data.train, data.test)]
+            report = finish(train_plan(plan)).report
+            found = [dpmac_cli.load(out).predict(part).outputs for part in (data.train, data.test)]
         places = {name: place for place, name in enumerate(report["data"]["classes"])}
         labels = [np.array([places[name] for name in of]) for of in (data.labels, data.test_labels)]
         noise = report["network"]["calibration"]["noise"]

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from common import append_line, parser_of
 
-from dpmac_cli import ArrayData, finish, resolve, train
+from dpmac_cli import ArrayData
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 
 #: Settings of each run; "wide" is the shortened run of sample_configs/cifar10-de2022.yaml, and
@@ -45,7 +47,7 @@ def measure(name: str, taken: list[float]) -> dict[str, Any]:
         plan = resolve(out=Path(folder) / "run", device="cpu", **settings)
         histogram = plan.plan.histogram
         assert histogram is not None
-        finish(train(plan))
+        finish(train_plan(plan))
         total = time.process_time() - begin
     share = round(taken[-1] / total, 4)
     times = {"seconds": round(taken[-1], 2), "whole run": round(total, 1), "share": share}

@@ -29,8 +29,8 @@ from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.release.audit import Audit
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.trainer import Trainer
 
 #: Norm of every other canary's gradient; the clipping bound is 1.
@@ -213,13 +213,13 @@ def _with_canaries(count: int) -> Iterator[None]:
         yield
 
 
-def attacked(plan: Plan, count: int, guesses: int) -> tuple[Finished, Audit]:
+def attacked(plan: Plan, count: int, guesses: int) -> tuple[Run, Audit]:
     """Train a plan with ``count`` canaries; return how it ended, and what the attack guesses.
 
     Epsilon of the plan counts the rate at which canaries are drawn.
     """
     with _with_canaries(count):
-        finished = finish(train(plan))
+        finished = finish(train_plan(plan))
     canaries = AttackedTrainer.last[0].canaries
     found = Audit(
         claimed=finished.report["epsilon"],

@@ -25,7 +25,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.chunks import BatchSum
 from tests.layer_cases import CASES as SMALL_CASES

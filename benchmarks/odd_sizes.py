@@ -29,8 +29,9 @@ from common import in_turn, machine, parser_of, spent, steps_in
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.build import without_batch_norm

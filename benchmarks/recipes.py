@@ -12,7 +12,8 @@ from statistics import mean, stdev
 
 from common import append_line, parser_of, read_lines
 
-from dpmac_cli import finish, resolve, train
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         if (recipe, seed) not in known:
             with tempfile.TemporaryDirectory() as folder:
                 plan = resolve(recipe=recipe, seed=seed, out=f"{folder}/run").plan
-                report = finish(train(plan)).report
+                report = finish(train_plan(plan)).report
             found = {"epsilon": report["epsilon"]} | {
                 "accuracy": round(100 * report["scores"]["accuracy"]["value"], 2)
             }

@@ -33,8 +33,10 @@ import numpy as np
 from common import append_line, parser_of, read_lines
 from sklearn.feature_extraction.text import HashingVectorizer
 
-from dpmac_cli import ArrayData, finish, resolve, train
+from dpmac_cli import ArrayData
 from dpmac_cli.config.defaults import TEXTS
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 
 EPSILONS = (1.0, 3.0, 8.0, None)
 #: Inputs of hashed words. The hash is public, and so is the number of inputs.
@@ -147,7 +149,7 @@ def measured(
         begun = time.process_time()
         out = Path(folder) / "run"
         plan = resolve({**settings, **cost, "seed": seed, "device": device, "out": out}).plan
-        accuracy = finish(train(plan)).report["scores"]["accuracy"]["value"]
+        accuracy = finish(train_plan(plan)).report["scores"]["accuracy"]["value"]
     found = {"accuracy": 100 * accuracy, "cpu": time.process_time() - begun}
     return found if device == "cpu" else found | {"device": device}
 

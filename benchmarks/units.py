@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 
 from dpmac_cli.data.published import read_published
 from dpmac_cli.files import data_folder
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 
 EPSILONS = (1.0, 3.0, 8.0)
@@ -66,7 +66,7 @@ def run(
         quiet=True,
         records_per_unit=records or None,
     ).plan
-    report = finish(train(plan)).report
+    report = finish(train_plan(plan)).report
     return {
         "units": report["data"]["train_size"],
         "sigma": report["events"][0]["noise_multiplier"],

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli import ArrayData
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 
 RECORDS, TRAINED = 30_000, 24_000
@@ -54,7 +54,7 @@ def tested(data: ArrayData, **settings: Any) -> dict[str, Any]:
     """Return the test scores of a run."""
     with tempfile.TemporaryDirectory() as folder:
         plan = resolve({"dataset": data, "out": Path(folder) / "run", **settings}).plan
-        scores: dict[str, Any] = finish(train(plan)).report["scores"]
+        scores: dict[str, Any] = finish(train_plan(plan)).report["scores"]
     return scores
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dpmac_cli.cli.display import RunDisplay
-from dpmac_cli.release.run import train
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Update
 
@@ -35,7 +35,7 @@ def main() -> None:
     display._bar.disable = True
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for event in train(resolve({"dataset": "digits"}).plan):
+        for event in train_plan(resolve({"dataset": "digits"}).plan):
             scored = event.event if isinstance(event, Update) else None
             if not isinstance(scored, Evaluated) or scored.epoch >= FIRST_EPOCH:
                 display.show(event)

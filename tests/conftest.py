@@ -19,7 +19,7 @@ from dpmac_cli.errors import as_flags
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
 from dpmac_cli.studies import search
 from dpmac_cli.training.chunks import ChunkedSum
@@ -155,7 +155,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A finished run on digits, which tests read and do not change."""
     return train_digits(out=tmp_path_factory.mktemp("finished") / "run", epochs=2)
 

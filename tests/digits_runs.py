@@ -15,8 +15,8 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.progress import heard_by
 from dpmac_cli.randomness.keystream import Keys, make_keys
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
@@ -65,13 +65,11 @@ def after(steps: int) -> Callable[[], bool]:
     return lambda: next(asked) >= steps
 
 
-def train_events(
-    config: Plan, stop: Callable[[], bool] = lambda: False
-) -> tuple[list[Any], Finished]:
+def train_events(config: Plan, stop: Callable[[], bool] = lambda: False) -> tuple[list[Any], Run]:
     """Run to the end: everything that happened, with progress, and the last of it."""
     events: list[Any] = []
     with heard_by(events.append):
-        for event in train(config, stop):
+        for event in train_plan(config, stop):
             events.append(event)
     return events, finish(events)
 
@@ -86,7 +84,7 @@ def run_trainer(
     return make_trainer(plan, task, keys, Account(event=event))
 
 
-def train_digits(file: Path | None = None, **flags: Any) -> Finished:
+def train_digits(file: Path | None = None, **flags: Any) -> Run:
     """Run to the end."""
     return train_events(digits_config(file, **flags))[1]
 

@@ -27,13 +27,11 @@ from dpmac_cli import (
     PrivateStep,
     RandomAllocation,
     TrainingEvent,
-    finish,
     make_private,
-    resolve,
-    resume,
-    train,
 )
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.release.train import finish, resume_folder, train_plan
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.step import Step
 from tests import door_networks
 
@@ -138,12 +136,12 @@ def by_train(network: str, settings: dict[str, Any], seen: Trained) -> None:
     given = {"dataset": "data.npz", "model": model, "batch_size": BATCH, "device": "cpu"}
     again: dict[str, Any] = {"model": model, "checkpoint_every": "2"}
     again |= {"seed": settings["seed"]} if "seed" in settings else {}
-    events = train(resolve({**given, "checkpoint_every": "2", "out": "run", **settings}).plan)
+    events = train_plan(resolve({**given, "checkpoint_every": "2", "out": "run", **settings}).plan)
     while True:
         with suppress(Killed):
             report = finish(events).report
             break
-        events = resume(Path("run"), **again)
+        events = resume_folder(Path("run"), again)
     seen.events = tuple(TrainingEvent(**event) for event in report["events"])
     seen.epsilon, seen.statement = report["epsilon"], report["sentences"]["guarantee"]
 

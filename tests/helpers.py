@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -379,3 +379,8 @@ def load(of: Declaration) -> tuple[Arrays, Arrays]:
     (x, y, _), (x_test, y_test, _) = records_of(of)
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)
+
+
+def unread() -> NoReturn:
+    """Stand for the network of a run that a test makes up, which nothing reads."""
+    raise AssertionError("no network was written")

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dpmac_cli import BudgetError, ModelError, files, finish, make_private, resolve, resume, train
+from dpmac_cli import BudgetError, files, make_private, resume
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
+from dpmac_cli.errors import ModelError
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Ledger, read_ledger
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.step import Step
@@ -223,12 +226,12 @@ def test_a_covered_score_begins_before_a_test_record_is_read(
         "out": "run",
     }
     seen = order(monkeypatch)
-    report = finish(train(digits_config(**settings))).report
+    report = finish(train_plan(digits_config(**settings))).report
     assert seen == [*["begin", "draw", "read"] * 2, "begin", "read"]
     assert sum(event["records"] == "test" for event in report["events"]) == 1
     seen = order(monkeypatch, raises=2)
     with pytest.raises(BudgetError, match="refused"):
-        finish(train(digits_config(**{**settings, "out": "again"})))
+        finish(train_plan(digits_config(**{**settings, "out": "again"})))
     assert seen == [*["begin", "draw", "read"] * 2, "refused"]
 
 
@@ -275,13 +278,13 @@ def test_a_resumed_run_counts_another_event(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = digits_config(out="run", steps=4, sigma=6, model="linear")
-    finish(train(config, after(2)))
+    finish(train_plan(config, after(2)))
     kept = read_ledger(Path("run"))
     assert kept is not None
     ledger = Ledger(event=kept.event, begun=kept.begun, delta=1e-5, run=Path("run"))
     ledger.begin(OTHER)
     ledger.record()
-    report = finish(resume("run")).report
+    report = resume("run").report
     events = [TrainingEvent(**event) for event in report["events"]]
     assert OTHER in events
     assert report["epsilon"] == total_epsilon(tuple(events), report["delta"])

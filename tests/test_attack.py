@@ -13,12 +13,11 @@ import pytest
 import safetensors
 from scipy.stats import binomtest, norm
 
-from dpmac_cli import resolve
+from dpmac_cli import train
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import attack, membership
 from dpmac_cli.release.attack import Asked, Recipe
-from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
@@ -54,7 +53,7 @@ def trained(out: Path, frame: pd.DataFrame, of: dict[str, Any], **settings: Any)
     frame.to_csv(data, index=False)
     declared.write_text(json.dumps(of))
     given = {"dataset": str(data), "schema": declared, "device": "cpu", "out": out, **settings}
-    return finish(train(resolve(**given))).folder
+    return train(**given).folder
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +197,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
         sigma=3,
         epochs=1,
     ),
-    "digits": lambda out: (
-        finish(train(resolve(dataset="digits", sigma=6, steps=5, device="cpu", out=out))).folder
-    ),
+    "digits": lambda out: train(dataset="digits", sigma=6, steps=5, device="cpu", out=out).folder,
 }
 
 
@@ -217,10 +214,10 @@ def test_records_of_every_kind_can_be_attacked(kind: str, tmp_path: Path) -> Non
 
 def test_runs_without_a_guarantee_of_their_own_are_refused(tmp_path: Path) -> None:
     given: dict[str, Any] = {"dataset": "digits", "steps": 2, "device": "cpu"}
-    plain = finish(train(resolve(**given, no_dp=True, out=tmp_path / "plain"))).folder
+    plain = train(**given, no_dp=True, out=tmp_path / "plain").folder
     with pytest.raises(InputError, match="has no guarantee"):
         attack.attack(Asked(plain), RUNS)
-    audited = finish(train(resolve(**given, sigma=6, canaries=20, out=tmp_path / "audit"))).folder
+    audited = train(**given, sigma=6, canaries=20, out=tmp_path / "audit").folder
     with pytest.raises(InputError, match="is an audit run"):
         attack.attack(Asked(audited), RUNS)
     refused = dpmac("eval", plain, "--runs", "8")

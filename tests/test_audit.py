@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from typer.testing import Result
 
-from dpmac_cli import ArrayData, from_dataframe, resolve
+from dpmac_cli import ArrayData, from_dataframe, resume, train
 from dpmac_cli.accounting.accountants import delta_curve, type_two_errors
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.config.facts import InMemoryData
@@ -32,11 +32,12 @@ from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.release import audit, run, sentences
+from dpmac_cli.release import audit, sentences
 from dpmac_cli.release.audit import Audit, as_likely, curve_bound, read_audit
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from tests import secret_search
 from tests.digits_runs import SEED, after, contents, digits, digits_config, run_trainer
@@ -394,20 +395,20 @@ def test_data_without_the_crafted_records_of_a_plan_is_refused() -> None:
 
 @pytest.mark.promise("audit")
 def test_no_coin_is_in_a_checkpoint() -> None:
-    stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
+    stopped = finish(train_plan(digits_config(canaries=50, steps=4), after(2)))
     assert checkpoint.read(stopped.folder).tensors.keys() >= {"theta", "m", "v"}
     assert not any("canar" in name for name in checkpoint.read(stopped.folder).tensors)
 
 
 @pytest.mark.promise("audit")
 def test_an_audit_run_can_be_neither_changed_nor_resumed() -> None:
-    stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
+    stopped = finish(train_plan(digits_config(canaries=50, steps=4), after(2)))
     before = contents(stopped.folder)
     with pytest.raises(InputError, match="is an audit run, which cannot be resumed"):
-        finish(run.resume(stopped.folder))
+        resume(stopped.folder)
     for change in ({"lr": "0.01"}, {"canaries": "60"}):
         with pytest.raises(InputError, match="Start a new run"):
-            finish(run.resume(stopped.folder, {**change, "out": "longer"}))
+            resume(stopped.folder, {**change, "out": "longer"})
     assert not Path("longer").exists()
     assert contents(stopped.folder) == before
 
@@ -423,7 +424,7 @@ def test_no_secret_is_in_what_an_audit_publishes(
     secrets = secret_search.record(monkeypatch, tmp_path, SEED)
     # No batch is as small as a count of the confusion matrix, which is of 36 records of each class.
     config = digits_config(seed=SEED, batch_size=130, steps=2, out=tmp_path / "run", canaries=53)
-    where = finish(run.train(config)).folder
+    where = finish(train_plan(config)).folder
     assert (where / folder.AUDIT).exists()
     assert secrets.found(where) == []
 
@@ -496,7 +497,7 @@ def test_two_hundred_crafted_records_find_a_broken_build_in_one_run(
     x, y = load_digits(return_X_y=True)
     data = ArrayData(x, y, low=0, high=16, classes=[*"0123456789"])
     settings: dict[str, Any] = {"epsilon": 3, "canaries": 200, "device": "cpu", "out": "run"}
-    finished = finish(run.train(resolve(dataset=data, **settings)))
+    finished = train(dataset=data, **settings)
     found = read_audit(finished.folder)
     assert (len(found.coins), found.guesses) == (200, 100)
     curve = type_two_errors(delta_curve(merged(found.events)), audit.THINNING)
@@ -510,7 +511,7 @@ def test_of_twenty_honest_runs_at_most_two_are_rejected() -> None:
     for seed in range(20):
         settings: dict[str, Any] = {"epsilon": 3, "canaries": 200, "seed": seed, "device": "cpu"}
         config = resolve(dataset="digits", out=f"run-{seed}", **settings)
-        found = read_audit(finish(run.train(config)).folder)
+        found = read_audit(finish(train_plan(config)).folder)
         curve = type_two_errors(delta_curve(merged(found.events)), audit.THINNING)
         rejected += not as_likely(curve, 200, found.guesses, found.right)
     assert rejected <= 2

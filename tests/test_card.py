@@ -18,15 +18,14 @@ import pytest
 import torch
 import yaml
 
-from dpmac_cli import ArrayData, resolve
+from dpmac_cli import ArrayData, train
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.release import run
 from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates, without_front_matter
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import resume_folder
 from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import SEED, train_digits
 from tests.helpers import load_data
@@ -58,7 +57,7 @@ def cells(text: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
+def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Run) -> None:
     test = load_data("digits", finished.folder, torch.device("cpu")).tested
     torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")
     script = code(card(finished.folder)) + (
@@ -149,7 +148,7 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
     y = (np.arange(520) % 26 == 0).astype(np.int64)
     data = ArrayData(x, y, x, y, classes=("no", "yes"), low=0.0, high=1.0)
     settings = {"dataset": data, "no_dp": True, "model": "linear", "out": "run"}
-    report = finish(train(resolve(settings, steps=100, lr=0.1).plan)).report
+    report = train(settings, steps=100, lr=0.1).report
     assert report["scores"]["confusion"] == [[500, 0], [20, 0]]
     assert (
         report["scores"]["accuracy"]["constant"]
@@ -169,7 +168,7 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
         assert shown in page.replace(' style="text-align:right"', "")
 
 
-def test_an_infinite_epsilon_is_said(finished: Finished) -> None:
+def test_an_infinite_epsilon_is_said(finished: Run) -> None:
     """A report has null for it."""
     written = Report.model_validate({**finished.report, "epsilon": None})
     assert ", epsilon infinite at delta" in model_card(written, load_model(finished.folder).model)
@@ -179,7 +178,7 @@ def test_an_infinite_epsilon_is_said(finished: Finished) -> None:
 
 
 @pytest.mark.promise("said")
-def test_it_says_what_the_report_says(finished: Finished) -> None:
+def test_it_says_what_the_report_says(finished: Run) -> None:
     text, report = card(finished.folder), finished.report
     written = Report.model_validate(report)
     assert text == model_card(written, load_model(finished.folder).model)
@@ -207,7 +206,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
 
 
 @pytest.mark.promise("said")
-def test_it_says_what_is_not_covered(finished: Finished) -> None:
+def test_it_says_what_is_not_covered(finished: Run) -> None:
     rest = card(finished.folder).split("## Not covered")[1]
     for said in (
         "Other runs on the same records: any further hyperparameter search",
@@ -242,8 +241,8 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
 @pytest.mark.promise("said")
 def test_a_seeded_run_resumed_into_another_folder_is_seeded() -> None:
     first = train_digits(seed=SEED, out="run")
-    *_, last = run.resume(first.folder, {"steps": "5", "out": "longer"})
-    assert isinstance(last, Finished)
+    *_, last = resume_folder(first.folder, {"steps": "5", "out": "longer"})
+    assert isinstance(last, Run)
     assert "only against those who do not know its seed" in titled(card(last.folder))
 
 
@@ -264,8 +263,8 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
 def test_every_ancestor_of_a_run_in_another_folder_is_listed() -> None:
     first = train_digits(out="run", steps=5)
     before = card(first.folder)
-    *_, last = run.resume(first.folder, {"steps": "9", "sigma": "8", "out": "longer"})
-    assert isinstance(last, Finished)
+    *_, last = resume_folder(first.folder, {"steps": "9", "sigma": "8", "out": "longer"})
+    assert isinstance(last, Run)
     text = card(last.folder)
     assert "| before 1 | 5 | poisson | 0.0890745 | 6 |" in text
     assert "| this model | 4 | poisson | 0.0890745 | 8 |" in text
@@ -281,7 +280,7 @@ def answered(text: str) -> dict[str, str]:
     return dict(rows)
 
 
-def test_answers_are_filled_in(finished: Finished) -> None:
+def test_answers_are_filled_in(finished: Run) -> None:
     before = card(finished.folder)
     given = ("--contact", "dpo@clinic.example", "--intended-use", "triage | no diagnosis")
     answers = answered(dpmac("card", finished.folder, *given).stdout)
@@ -334,7 +333,7 @@ def page_of(path: Path, where: Path) -> str:
 
 
 def test_the_page_of_a_run_has_card_course_attacks_and_settings(
-    finished: Finished, tmp_path: Path
+    finished: Run, tmp_path: Path
 ) -> None:
     text = page_of(finished.folder, tmp_path)
     course, _, attacks = pictures(text)
@@ -354,7 +353,7 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(
 
 
 def test_the_page_of_a_run_has_its_figures_first_then_pictures_guarantee_and_settings(
-    finished: Finished, tmp_path: Path
+    finished: Run, tmp_path: Path
 ) -> None:
     text = page_of(finished.folder, tmp_path)
     order = (
@@ -406,7 +405,7 @@ def test_the_front_matter_of_a_card_has_the_figures_of_the_report(
     assert ("epsilon" in shown) == (kind != "without privacy")
 
 
-def test_hugging_face_reads_the_front_matter_of_a_card(finished: Finished) -> None:
+def test_hugging_face_reads_the_front_matter_of_a_card(finished: Run) -> None:
     hub = pytest.importorskip("huggingface_hub")
     read = hub.ModelCard.load(finished.folder / "model-card.md")
     found = {each.metric_type: each.metric_value for each in read.data.eval_results}
@@ -417,7 +416,7 @@ def test_hugging_face_reads_the_front_matter_of_a_card(finished: Finished) -> No
 def test_no_name_of_private_data_is_a_data_set_of_a_repository(tmp_path: Path) -> None:
     np.savez(tmp_path / "ward.npz", x=np.zeros((60, 3)), y=np.arange(60) % 2, low=-9, high=9)
     settings = {"dataset": tmp_path / "ward.npz", "sigma": 6, "steps": 1, "device": "cpu"}
-    last = finish(train(resolve(settings, out=tmp_path / "run")))
+    last = train(settings, out=tmp_path / "run")
     found = yaml.safe_load(card(last.folder).split("---\n")[1])
     assert "datasets" not in found
     assert found["pipeline_tag"] == "tabular-classification"

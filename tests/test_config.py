@@ -245,8 +245,7 @@ if sys.argv[1] == "keyword":
     import dpmac_cli
 
     short = dict(dataset="digits", model="linear", epsilon=3, epochs=2, batch_size=500)
-    plan = dpmac_cli.resolve(**short, device="cpu", patience=7, out="run").plan
-    dpmac_cli.finish(dpmac_cli.train(plan, lambda: True))
+    dpmac_cli.train(**short, device="cpu", patience=7, out="run", stop=lambda: True)
 else:
     from dpmac_cli.__main__ import main
 

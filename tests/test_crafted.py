@@ -20,14 +20,14 @@ import pytest
 from safetensors.torch import save
 from torch import Tensor
 
-from dpmac_cli import ArrayData, resolve
+from dpmac_cli import ArrayData, train
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.errors import DpmacError, InputError
 from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, unpacked
 from dpmac_cli.release.model_file import CHECKSUM
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
@@ -192,7 +192,7 @@ def _resume(what: str, run: Path, tensors: dict[str, Tensor], header: Any) -> No
 
 def stopped() -> Path:
     """Return a run that can be resumed."""
-    return finish(train(digits_config(out="run", steps=4, model="linear"), after(2))).folder
+    return finish(train_plan(digits_config(out="run", steps=4, model="linear"), after(2))).folder
 
 
 def of_model(count: int) -> None:
@@ -222,7 +222,7 @@ def on_texts(**more: Any) -> Path:
         "device": "cpu",
         **more,
     }
-    finish(train(resolve({**flags, "dataset": data, "out": "run"}).plan))
+    train({**flags, "dataset": data, "out": "run"})
     np.savez("x.npz", x=np.array(["no pain", "severe cough"]))
     return Path("run")
 

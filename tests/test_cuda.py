@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import resume_folder
 from dpmac_cli.runs.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, train_events
@@ -131,6 +131,6 @@ def test_noise_is_that_of_the_cpu(secure: bool) -> None:
 @pytest.mark.promise("resume")
 def test_a_run_that_was_stopped_is_resumed_with_new_keys() -> None:
     stopped = train_events(digits_config(device="cuda", steps=9, out="run"), after(5))[1]
-    *_, last = run.resume(stopped.folder, {})
-    assert isinstance(last, Finished)
+    *_, last = resume_folder(stopped.folder, {})
+    assert isinstance(last, Run)
     assert [event["steps"] for event in last.report["events"]] == [5, 4]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dpmac_cli import ArrayData, make_private, predict, score, total_epsilon
+from dpmac_cli import ArrayData, load, make_private, total_epsilon
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import GRID, SecureMechanism
 from dpmac_cli.randomness.sampling import SeededDraws
@@ -183,7 +183,7 @@ def test_the_weights_that_are_scored_are_those_that_are_published(
         assert (step.state.average is None) == (ema is None), "only what was asked for"
     reported = json.loads((folder / "report.json").read_text())["scores"]["loss"]
     data = ArrayData(**facts({}))
-    assert score(folder, data, network=NETWORKS["marking"]).result.loss == pytest.approx(reported)
+    assert load(folder, network=NETWORKS["marking"]).score(data).loss == pytest.approx(reported)
 
 
 @pytest.mark.promise("validated")
@@ -214,9 +214,9 @@ def test_a_program_has_the_network_that_was_trained(kind: str, standardise: str 
         assert private.standardise(inputs).equal(inputs)
     else:
         assert float(private.standardise(inputs).abs().max()) <= 1.0001
-    predicted = predict(folder, x, network=lambda *_: copy.deepcopy(net)).predicted
+    predicted = load(folder, network=lambda *_: copy.deepcopy(net)).predict(x).predicted
     assert predicted == [("no", "yes")[k] for k in found]
-    scored = score(folder, data, network=lambda *_: copy.deepcopy(net)).result
+    scored = load(folder, network=lambda *_: copy.deepcopy(net)).score(data)
     assert scored.accuracy == private.evaluate().accuracy
     [code] = re.findall(r"```python\n(.*?)```", (folder / "model-card.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+from dpmac_cli import load
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import (
     BACKBONES,
@@ -53,9 +54,9 @@ from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release import prediction
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.prediction import score
-from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs.prepare import prepare
 from tests.digits_runs import (
     after,
@@ -291,7 +292,8 @@ def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Pat
     shutil.rmtree(cache)
     for path in (finished.folder, finished.folder / "model.safetensors"):
         assert (
-            score(path, None, None, "cpu").result.accuracy == report["scores"]["accuracy"]["value"]
+            load(path, device="cpu").score(None, data_dir=None).accuracy
+            == report["scores"]["accuracy"]["value"]
         )
     assert set(weights(finished.folder)) == {"head.1.weight", "head.1.bias"}
     assert not cache.exists()
@@ -502,7 +504,7 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     assert finished.report["network"]["trained"] == 512 * 10 + 10
     published = load_file("run/model.safetensors")
     assert all(name.startswith("head.") for name in published)
-    assert score("run").result.accuracy == finished.report["scores"]["accuracy"]["value"]
+    assert load("run").score().accuracy == finished.report["scores"]["accuracy"]["value"]
     found = load_model("run").model.get_submodule("frozen.network").get_parameter("conv1.weight")
     assert torch.equal(found, torch.load(published_resnet)["conv1.weight"])
 
@@ -517,14 +519,14 @@ def test_public_weights_of_ones_own_are_found_again_or_asked_for(tmp_path: Path)
         backbone="resnet18", backbone_size=32, pretrained=own, steps=2, out="run"
     )
     expected = finished.report["scores"]["accuracy"]["value"]
-    assert score("run").result.accuracy == expected
+    assert load("run").score().accuracy == expected
     own.rename(moved)
     with pytest.raises(InputError, match=r"own\.safetensors .SHA-256 .*Add --public"):
-        score("run")
-    assert score("run", public=moved).result.accuracy == expected
+        prediction.score(load("run").released)
+    assert load("run", public=moved).score().accuracy == expected
     save_file({name: tensor + 1e-6 for name, tensor in weights.items()}, moved)
     with pytest.raises(InputError, match="was trained on public weights with the SHA-256"):
-        score("run", public=moved)
+        prediction.score(load("run", public=moved).released)
 
 
 @pytest.mark.promise("features")
@@ -728,8 +730,8 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> None:
     settings = {**pretrained, "train": "lora", "lora_rank": 2, "steps": 3, "batch_size": 32}
-    list(train(digits_config(**settings, out="run"), after(1)))
-    whole = finish(list(resume("run", {"model": pretrained["model"]})))
+    list(train_plan(digits_config(**settings, out="run"), after(1)))
+    whole = finish(list(resume_folder("run", {"model": pretrained["model"]})))
     before, after_it = load_file(pretrained["pretrained"]), load_file("run/model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after_it[name])}
     layers = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")

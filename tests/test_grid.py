@@ -23,7 +23,7 @@ from dpmac_cli.config.flags import choices_of
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, as_flags
 from dpmac_cli.release.report import events_of
-from dpmac_cli.release.run import resume, train
+from dpmac_cli.release.train import resume_folder, train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies import local, written
 from dpmac_cli.studies.grid import NOT_STUDIED, Grid, address, listed_values, plan
@@ -471,12 +471,12 @@ def test_a_run_replaced_by_its_resume_into_another_folder_is_charged_as_that(
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     for one in study.runs:
-        list(train(one.plan, after(3)))
+        list(train_plan(one.plan, after(3)))
     where, replaced = tmp_path / "longer", study.runs[0].folder
-    list(resume(replaced, {**changed, "out": where}))
+    list(resume_folder(replaced, {**changed, "out": where}))
     shutil.rmtree(replaced)
     where.rename(replaced)
-    list(resume(study.runs[1].folder))
+    list(resume_folder(study.runs[1].folder))
     done = [event for one in study.runs for event in events_of(one.folder)]
     assert collect(study, {}).epsilon == pytest.approx(total_epsilon(tuple(done), 1e-5), rel=1e-9)
     assert sum(event.steps for event in done) == 4 + int(changed.get("steps", 4))

@@ -18,21 +18,20 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from dpmac_cli import (
     ArrayData,
     InputError,
-    ModelError,
     Poisson,
     PrivateStep,
-    finish,
     from_dataframe,
     from_torch,
-    load_model,
     make_private,
-    resolve,
-    train,
     tune,
 )
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.errors import ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import digits_network, refused, train_digits
@@ -88,7 +87,7 @@ NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
 
 def trained_on(dataset: str, where: str, **settings: Any) -> str:
     plan = resolve(dataset=dataset, model="mlp-small", out=where, steps=1, device="cpu", **settings)
-    finish(train(plan.plan))
+    finish(train_plan(plan.plan))
     return f"{where}/model.safetensors"
 
 
@@ -113,7 +112,7 @@ def test_weights_of_ones_own_run_are_not_public_whatever_the_dataset_is_called(
         with pytest.raises(
             InputError, match=r"trained on first by dpmac, so .* train --resume RUN --out NEW"
         ):
-            finish(train(plan))
+            finish(train_plan(plan))
     trained_on(second, "claims-nothing", pretrained=file, batch_size=20, no_dp=True)
     public = tmp_path / "public.safetensors"
     safetensors.torch.save_file(safetensors.torch.load_file(file), public)
@@ -138,7 +137,7 @@ def test_a_network_file_that_loads_a_trained_model_is_refused() -> None:
     run = train_digits(model="mlp-small", no_dp=True).folder
     Path("net.py").write_text(
         "import dpmac_cli\n"
-        f"def net(shape, classes):\n    return dpmac_cli.load_model({str(run)!r}).model.train()\n"
+        f"def net(shape, classes):\n    return dpmac_cli.load({str(run)!r}).model.train()\n"
     )
     assert "was trained by dpmac before" in refused("--model", "net.py:net", code=4)
     with pytest.raises(ModelError, match="trained without privacy before"):
@@ -260,8 +259,8 @@ def doors(run: str) -> dict[str, Callable[[], object]]:
             network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS
         ),
         "make_private": lambda: make_private(digits_network(), "digits", **CHEAP),
-        "train": lambda: finish(train(plan)),
-        "tune": lambda: finish(tune(dataset="digits", model="linear", steps=1, out=run)),
+        "train": lambda: finish(train_plan(plan)),
+        "tune": lambda: tune(dataset="digits", model="linear", steps=1, out=run),
     }
 
 

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pytest
 from PIL import Image as Pillow
 
-from dpmac_cli import finish, make_private, predict, resolve, train
+from dpmac_cli import load, make_private, train
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.dataset import Dataset as Records
 from dpmac_cli.data.read import read
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs.resolve import resolve
 from tests.tiny_bert import write_encoder
 
 COUNT = 60
@@ -125,10 +126,10 @@ def records(dataset: Any, **settings: Any) -> Records:
 def test_a_dataset_of_texts_with_labels_trains_and_predicts(tmp_path: Path) -> None:
     """Classes are the names of its labels, and a column of numbers is none of its records."""
     encoder = str(write_encoder(tmp_path / "encoder"))
-    run = finish(train(resolve(dataset=texts(), backbone=encoder, tokens=16, **QUICK)))
+    run = train(dataset=texts(), backbone=encoder, tokens=16, **QUICK)
     assert run.report["data"]["classes"] == CLASSES
     assert run.report["data"]["name"] == "dataset"
-    found = predict("run", texts(7))
+    found = load("run").predict(texts(7))
     assert found.probabilities.shape == (7, 2)
 
 
@@ -270,13 +271,15 @@ def test_a_table_in_memory_trains_and_predicts_with_its_schema(kind: str) -> Non
     Path("schema.yaml").write_text(SCHEMA)
     pd.DataFrame(columns()).to_csv("table.csv", index=False)
     frame = FRAMES[kind](columns())
-    run = finish(train(resolve(dataset=frame, schema="schema.yaml", **QUICK)))
+    run = train(dataset=frame, schema="schema.yaml", **QUICK)
     assert run.report["data"]["train_size"] + run.report["data"]["test_size"] == COUNT
     filed = records("table.csv", schema="schema.yaml")
     held = records(frame, schema="schema.yaml")
     for one, other in zip(held.splits, filed.splits, strict=True):
         assert np.array_equal(one.x, other.x)
-    assert np.array_equal(predict("run", frame).answers, predict("run", "table.csv").answers)
+    assert np.array_equal(
+        load("run").predict(frame).answers, load("run").predict("table.csv").answers
+    )
 
 
 def test_a_frame_needs_a_schema_and_may_have_any_column() -> None:
@@ -314,8 +317,8 @@ def test_a_network_of_a_program_takes_a_dataset() -> None:
 
 def test_a_model_of_a_table_takes_no_array() -> None:
     Path("schema.yaml").write_text(SCHEMA)
-    finish(train(resolve(dataset=pd.DataFrame(columns()), schema="schema.yaml", **QUICK)))
+    train(dataset=pd.DataFrame(columns()), schema="schema.yaml", **QUICK)
     with pytest.raises(InputError, match="which was trained on a table"):
-        predict("run", np.zeros((3, 4)))
+        load("run").predict(np.zeros((3, 4)))
     with pytest.raises(InputError, match="which was trained on a table"):
-        predict("run", ["a text"])
+        load("run").predict(["a text"])

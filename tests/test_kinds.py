@@ -16,6 +16,7 @@ import torch
 import yaml
 
 import dpmac_cli
+from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -24,7 +25,7 @@ from dpmac_cli.data.column_schema import Column
 from dpmac_cli.data.table_cells import hashed_in
 from dpmac_cli.features.counts import Distribution, distributions
 from dpmac_cli.features.tables import TableInputs
-from dpmac_cli.release import run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import checkpoint, trainer, uncounted
 from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.resolve import resolve
@@ -157,7 +158,7 @@ def test_a_number_to_predict_needs_no_range(table: Path) -> None:
     assert sum(event["histogram"] for event in report["events"]) == 8
     scored = dpmac("eval", "run")
     assert scored.exit_code == 0, scored.output
-    predictions = dpmac_cli.predict("run", frame.drop(columns="y").head(20))
+    predictions = dpmac_cli.load("run").predict(frame.drop(columns="y").head(20))
     assert np.all(np.array(predictions.predicted) >= low - 1)
 
 
@@ -182,20 +183,20 @@ def test_ranges_are_paid_for_once_when_stored_and_again_when_not(
     with monkeypatch.context() as patched:
         patched.setattr(uncounted.Uncounted, "prepared", killed())
         with pytest.raises(KeyboardInterrupt):
-            run.finish(run.train(wanted))
+            finish(train_plan(wanted))
     account = read_ledger(Path("run"))
     assert account is not None
     assert [event for event in account.events if event.histogram] == [*whole.ranges]
     with monkeypatch.context() as patched:
         patched.setattr(trainer.Trainer, "calibrate", killed())
         with pytest.raises(KeyboardInterrupt):
-            run.finish(run.resume("run"))
+            resume("run")
     account = read_ledger(Path("run"))
     assert account is not None
     again = [event for event in account.events if event.histogram]
     assert Counter(again) == Counter([*whole.ranges] * 2)  # the first ones were lost
     stored = counted_in("run")
-    report = run.finish(run.resume("run")).report
+    report = resume("run").report
     events = events_of(report)
     found = Counter(event for event in events if event.histogram)
     assert found[whole.ranges[1]] == 2
@@ -214,8 +215,8 @@ def checkpoint_of(folder: str) -> Any:
 
 @pytest.mark.promise("resume")
 def test_more_epochs_keep_the_ranges_and_draw_the_calibration_anew(table: Path) -> None:
-    first = run.finish(run.train(plan(epochs=4, out="run"))).report
-    more = run.finish(run.resume("run", epochs=6, out="more")).report
+    first = finish(train_plan(plan(epochs=4, out="run"))).report
+    more = resume("run", epochs=6, out="more").report
     assert more["data"]["ranges"] == first["data"]["ranges"]
     events = events_of(more)
     assert sum(event.histogram for event in events) == 5  # three rounds, two calibrations
@@ -225,7 +226,7 @@ def test_more_epochs_keep_the_ranges_and_draw_the_calibration_anew(table: Path) 
 @pytest.mark.promise("target")
 def test_shown_epsilons_count_the_ranges_from_the_first_step_on(table: Path) -> None:
     planned = plan(epochs=4, out="run")
-    report = run.finish(run.train(planned)).report
+    report = finish(train_plan(planned)).report
     text = (table / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     first = (*planned.plan.ranges, planned.plan.event.first(1))
@@ -250,7 +251,7 @@ def test_nothing_is_read_before_its_event_has_begun(
 
     monkeypatch.setattr(uncounted, "distributions", watched)
     with pytest.raises(RefusedError):
-        run.finish(run.train(plan(out="run")))
+        finish(train_plan(plan(out="run")))
     assert read
 
 
@@ -285,8 +286,8 @@ def test_a_value_has_a_public_place_that_no_other_record_decides() -> None:
 
 @pytest.mark.promise("noise")
 def test_every_place_gets_noise_in_every_step_seen_or_not(table: Path) -> None:
-    run.finish(run.train(plan(epochs=1, out="run")))
-    model = dpmac_cli.load_model("run/model.safetensors").model
+    finish(train_plan(plan(epochs=1, out="run")))
+    model = dpmac_cli.load("run/model.safetensors").model
     [weight] = [p for name, p in model.named_parameters() if "lookups" in name]
     assert weight.shape[0] == PLACES
     assert (weight != 0).all()
@@ -408,7 +409,7 @@ def test_a_bad_schema_gets_one_message_with_its_line(
 
 
 def test_without_privacy_ranges_are_exact_and_named_so(table: Path) -> None:
-    report = run.finish(run.train(plan(epsilon=None, no_dp=True, epochs=3, out="run"))).report
+    report = finish(train_plan(plan(epsilon=None, no_dp=True, epochs=3, out="run"))).report
     low, high = report["data"]["ranges"]["age"]
     assert low <= 18 + 2
     assert 88 <= high <= 120
@@ -417,7 +418,7 @@ def test_without_privacy_ranges_are_exact_and_named_so(table: Path) -> None:
 
 def test_an_account_prices_the_counts_beforehand(table: Path) -> None:
     planned = plan(epochs=4).plan
-    made = run.finish(run.train(plan(epochs=4, out="run"))).report
+    made = finish(train_plan(plan(epochs=4, out="run"))).report
     cost = total_epsilon(planned.planned, planned.settings.delta)
     assert format_epsilon(cost) == format_epsilon(made["epsilon"])
 
@@ -445,7 +446,7 @@ def test_units_share_one_weight(table: Path) -> None:
     frame["person"] = np.arange(len(frame)) // 3
     frame.to_csv("people.csv", index=False)
     Path("kinds.yaml").write_text(f"{KINDS}drop: [person]\n")
-    report = run.finish(run.train(plan(unit="person", epochs=3, out="run"))).report
+    report = finish(train_plan(plan(unit="person", epochs=3, out="run"))).report
     assert report["data"]["unit"] == "person"
     assert report["data"]["ranges"]["age"][1] > 60
 
@@ -467,7 +468,7 @@ def test_ranges_are_those_of_training_records_and_their_units(
         return counted(*given)
 
     monkeypatch.setattr(uncounted, "distributions", watched)
-    report = run.finish(run.train(plan(unit="person", epochs=2, out="run"))).report
+    report = finish(train_plan(plan(unit="person", epochs=2, out="run"))).report
     assert report["data"]["ranges"]["age"][1] < 1000
     assert np.bincount(owners[0]).tolist() == [3] * 400
 
@@ -476,7 +477,7 @@ def test_a_table_may_have_nothing_but_words(table: Path) -> None:
     people()[["job", "smoker", "y"]].to_csv("people.csv", index=False)
     kinds = "columns: {job: {type: category}, smoker: {type: category}}"
     Path("kinds.yaml").write_text(f"{KINDS.splitlines()[0]}\n{kinds}\n")
-    report = run.finish(run.train(plan(out="run"))).report
+    report = finish(train_plan(plan(out="run"))).report
     assert report["scores"]["accuracy"]["value"] > 0.6
 
 
@@ -497,11 +498,11 @@ def test_declared_ranges_a_hundred_times_too_wide_lose_next_to_nothing(table: Pa
     frame["age"] = frame.age.astype(object)
     frame.loc[:20, "age"] = None
     frame.to_csv("people.csv", index=False)
-    close = run.finish(run.train(plan(out="close"))).report
+    close = finish(train_plan(plan(out="close"))).report
     Path("kinds.yaml").write_text(WIDE)
     planned = plan(out="run")
     assert planned.plan.settings.scale == "private"
-    wide = run.finish(run.train(planned)).report
+    wide = finish(train_plan(planned)).report
     events = events_of(wide)
     assert sum(event.histogram for event in events) == 4
     assert wide["epsilon"] == total_epsilon(events, wide["delta"]) <= 3
@@ -516,7 +517,7 @@ def test_declared_ranges_a_hundred_times_too_wide_lose_next_to_nothing(table: Pa
     assert last > 19_000
     assert wide["scores"]["accuracy"]["value"] > close["scores"]["accuracy"]["value"] - 0.04
     frame.drop(columns="y").to_csv("new.csv", index=False)
-    assert len(dpmac_cli.predict("run", "new.csv").outputs) == len(frame)
+    assert len(dpmac_cli.load("run").predict("new.csv").outputs) == len(frame)
 
 
 def test_ranks_beside_declared_ranges_are_for_a_target_and_enough_records(table: Path) -> None:
@@ -536,8 +537,8 @@ def test_ranks_beside_declared_ranges_are_for_a_target_and_enough_records(table:
 @pytest.mark.promise("resume")
 def test_more_epochs_keep_the_scale_of_declared_ranges(table: Path) -> None:
     Path("kinds.yaml").write_text(WIDE)
-    first = run.finish(run.train(plan(epochs=4, out="run"))).report
-    more = run.finish(run.resume("run", epochs=6, out="more")).report
+    first = finish(train_plan(plan(epochs=4, out="run"))).report
+    more = resume("run", epochs=6, out="more").report
     assert more["data"]["ranges"] == first["data"]["ranges"]
 
 

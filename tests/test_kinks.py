@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
 from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 
 pytestmark = [

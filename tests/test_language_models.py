@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
+from dpmac_cli import ArrayData, clipped_grad
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.networks import Trained
 from dpmac_cli.config.writing import WRITTEN
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models.language_model import CausalModel
 from dpmac_cli.models.trained_part import ALPHA
 from dpmac_cli.release import prediction
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.task import METRICS
 from tests.helpers import without

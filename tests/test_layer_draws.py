@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from dpmac_cli import ArrayData, PrivateStep, ball, clipped_grad, make_private, resolve
+from dpmac_cli import ArrayData, PrivateStep, clipped_grad, make_private
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS
 from dpmac_cli.randomness.sampling import Poisson
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import run_trainer
 from tests.helpers import equal_keys
 

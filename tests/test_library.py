@@ -15,20 +15,12 @@ import torch
 from torch import nn
 
 import dpmac_cli
-from dpmac_cli import (
-    ArrayData,
-    InputError,
-    ModelError,
-    Settings,
-    TrainingEvent,
-    finish,
-    make_private,
-    resolve,
-    train,
-)
+from dpmac_cli import ArrayData, InputError, Settings, TrainingEvent, make_private
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.errors import as_flags, as_keywords
+from dpmac_cli.errors import ModelError, as_flags, as_keywords
 from dpmac_cli.models.dataset import Split
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import digits_config, run_trainer
 from tests.helpers import load_data
 
@@ -94,10 +86,7 @@ def test_a_misspelt_setting_is_refused() -> None:
 
 def test_what_resolve_returns_can_be_trained(tmp_path: Path) -> None:
     resolved = resolve(dataset="digits", sigma=2, steps=1, out=tmp_path / "run")
-    assert finish(train(resolved)).state == "finished"
-    for other in ({"dataset": "digits"}, Settings(dataset="digits")):
-        with pytest.raises(InputError, match=r"cannot be trained from a \w+\. Resolve"):
-            train(other)  # type: ignore[arg-type]
+    assert finish(train_plan(resolved)).state == "finished"
 
 
 @pytest.mark.promise("facts")
@@ -179,7 +168,7 @@ def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
     with pytest.raises(InputError, match=said):
         run_trainer(digits_config(), data=fewer, model=net())
     with pytest.raises(InputError, match=said):
-        finish(train(digits_config(out="run"), data=fewer))
+        finish(train_plan(digits_config(out="run"), data=fewer))
     assert not Path("run").exists()
 
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpmac_cli import predict
+from dpmac_cli import load, train
 from dpmac_cli.config.records import Images
 from dpmac_cli.models.dataset import Data, Split, scaling_of
-from dpmac_cli.release.run import finish, train
-from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.evaluation import evaluate
 from tests.helpers import class_task
 
@@ -52,9 +50,9 @@ def test_predictions_keep_no_batch(tmp_path: Path) -> None:
         "device": "cpu",
         "classes": "a,b",
     }
-    run = finish(train(resolve(dataset=str(tmp_path / "few.npz"), out=tmp_path / "run", **flags)))
+    run = train(dataset=str(tmp_path / "few.npz"), out=tmp_path / "run", **flags)
     new = np.tile(x, (RECORDS // len(x), 1, 1, 1))
     before = private_memory()
-    found = predict(run.folder, new)
+    found = load(run.folder).predict(new)
     assert private_memory() - before < KEPT * ALL
     assert found.probabilities.shape == (RECORDS, 2)

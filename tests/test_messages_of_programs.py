@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
 from dpmac_cli.dp.losses import check_loss
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from tests.test_right_programs import (
     RECORDS,

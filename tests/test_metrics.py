@@ -20,18 +20,11 @@ from sklearn import metrics as sklearn
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from dpmac_cli import (
-    ArrayData,
-    InputError,
-    ModelError,
-    finish,
-    predict,
-    register_task,
-    resolve,
-    train,
-)
+from dpmac_cli import ArrayData, InputError, load, register_task, train
 from dpmac_cli.cli.display import in_blocks, table_by_class
 from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.errors import ModelError
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
 from dpmac_cli.tasks.task import ASKED, METRICS, TASKS, EvaluationMetric
@@ -322,12 +315,12 @@ def test_a_model_of_a_task_that_is_not_registered_is_named(
     try:
         register_task("own")(Own)
         settings: dict[str, Any] = {"sigma": 4, "steps": 2, "device": "cpu", "out": "run"}
-        finish(train(resolve(dataset=data, task="own", **settings)))
+        train(dataset=data, task="own", **settings)
     finally:
         TASKS.pop("own")
         ASKED.remove("own")
     with pytest.raises(InputError, match=r"is of the task 'own', which is not registered"):
-        predict("run", x)
+        load("run").predict(x)
 
 
 @pytest.mark.promise("published")

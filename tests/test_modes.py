@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from dpmac_cli import ArrayData, PrivateStep, ball, clipped_grad, make_private
+from dpmac_cli import ArrayData, PrivateStep, clipped_grad, make_private
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.randomness.sampling import Poisson

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import at_least_0
 from dpmac_cli.tasks.regression import Regression
@@ -68,7 +67,7 @@ def table(of: Any, records: int = 5000) -> dpmac_cli.ArrayData:
 
 def train(of: Any, **settings: Any) -> dict[str, Any]:
     given = {"epsilon": 3.0, "seed": 0, "out": "run", "model": "linear", **settings}
-    return run.finish(run.train(resolve(dataset=table(of), **given))).report
+    return dpmac_cli.train(dataset=table(of), **given).report
 
 
 @pytest.mark.parametrize("of", TABLES)
@@ -100,8 +99,8 @@ def test_predictions_evaluation_and_card_have_them(tmp_path: Path) -> None:
         inside = (rows[:, 1] <= truth) & (truth <= rows[:, 2])
         assert inside.mean() == pytest.approx(level, abs=0.04)
     with pytest.raises(InputError, match="level"):
-        dpmac_cli.predict("run", x, level=1.5)
-    shown = dpmac_cli.score("run", table(normal)).result.details()
+        dpmac_cli.load("run").predict(x, level=1.5)
+    shown = dpmac_cli.load("run").score(table(normal)).details()
     assert shown["interval_coverage"] == report["scores"]["interval_coverage"]
     card = Path("run/model-card.md").read_text()
     assert "| intervals of 90% |" in card
@@ -117,10 +116,10 @@ def test_a_given_noise_has_no_intervals_unless_they_are_asked_for() -> None:
     report = train(normal, epsilon=None, sigma=6.0, epochs=2)
     assert report["network"]["residuals"] is None
     assert report["scores"]["interval_coverage"] is None
-    found = dpmac_cli.predict("run", np.zeros((3, 4), np.float32))
+    found = dpmac_cli.load("run").predict(np.zeros((3, 4), np.float32))
     assert [*found.task.columns(found.outputs)] == ["predicted"]
     with pytest.raises(InputError, match="has none"):
-        dpmac_cli.predict("run", np.zeros((3, 4), np.float32), level=0.5)
+        dpmac_cli.load("run").predict(np.zeros((3, 4), np.float32), level=0.5)
 
 
 @pytest.mark.promise("scores")

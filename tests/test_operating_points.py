@@ -13,7 +13,6 @@ from scipy.special import expit
 
 import dpmac_cli
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import cumulative
 from dpmac_cli.tasks.calibration import Calibration, cells
@@ -42,7 +41,7 @@ def train(
 ) -> dict[str, Any]:
     """The report of a run on patients."""
     given = {"epsilon": epsilon, "seed": 0, "out": out, "model": "linear", **settings}
-    return run.finish(run.train(resolve(dataset=clinic(records), **given))).report
+    return dpmac_cli.train(dataset=clinic(records), **given).report
 
 
 def calibration(records: int = 4000, noise: float = 5.0) -> Calibration:
@@ -99,13 +98,13 @@ def test_evaluation_prediction_and_card_decide_at_the_stored_point() -> None:
     report = train("run", threshold="balanced")
     point = report["network"]["operating_point"]
     x = patients(400, 2)[0]
-    found = dpmac_cli.predict("run", x)
+    found = dpmac_cli.load("run").predict(x)
     odds = found.outputs[:, 1].astype(float) - found.outputs[:, 0]
     assert list(found.predicted) == [NAMES[int(odd > point["log_odds"])] for odd in odds]
     at = OperatingPoint(point["asked"], point["log_odds"])
     least = at.probability(Calibration(**_numbers(report["network"]["calibration"])))
     assert list(found.predicted) == [NAMES[int(p > least)] for p in found.probabilities[:, 1]]
-    scored = dpmac_cli.score("run", clinic(3000)).result
+    scored = dpmac_cli.load("run").score(clinic(3000))
     assert scored.confusion.tolist() == [list(row) for row in report["scores"]["confusion"]]
     card = Path("run/model-card.md").read_text()
     assert "| operating point | It says ill above a probability of" in card
@@ -132,12 +131,12 @@ def test_a_prediction_has_another_point_where_it_is_asked_for(tmp_path: Path) ->
         rows = Path("new.csv").read_text().splitlines()[1:]
         shares[asked] = sum(row.split(",")[1] == "ill" for row in rows) / len(rows)
     assert shares["0.9"] < shares[""] < shares["balanced"] < shares["sensitivity=0.95"]
-    probabilities = dpmac_cli.predict("run", x, threshold=0.5)
+    probabilities = dpmac_cli.load("run").predict(x, threshold=0.5)
     assert list(probabilities.predicted) == [
         NAMES[int(p > 0.5)] for p in probabilities.answers[:, 1]
     ]
     with pytest.raises(InputError, match=r"threshold.*does not fit"):
-        dpmac_cli.predict("run", x, threshold="most")
+        dpmac_cli.load("run").predict(x, threshold="most")
 
 
 def test_what_is_said_at_the_end_names_the_point_and_offers_a_balanced_one() -> None:
@@ -189,10 +188,10 @@ def test_a_probability_needs_no_histogram() -> None:
     point = report["network"]["operating_point"]
     assert point["log_odds"] == pytest.approx(math.log(0.3 / 0.7))
     assert "sensitivity" not in report["sentences"]["operating_point"]
-    found = dpmac_cli.predict("run", patients(300, 2)[0])
+    found = dpmac_cli.load("run").predict(patients(300, 2)[0])
     assert list(found.predicted) == [NAMES[int(p > 0.3)] for p in found.answers[:, 1]]
     with pytest.raises(InputError, match="balanced needs a calibration"):
-        dpmac_cli.predict("run", patients(300, 2)[0], threshold="balanced")
+        dpmac_cli.load("run").predict(patients(300, 2)[0], threshold="balanced")
 
 
 # What follows from counts.

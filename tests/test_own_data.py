@@ -21,18 +21,13 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dpmac_cli
-from dpmac_cli import (
-    ArrayData,
-    InputError,
-    from_dataframe,
-    from_torch,
-    resolve,
-)
+from dpmac_cli import ArrayData, InputError, from_dataframe, from_torch
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.image_folder import _white
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.units import units_in
+from dpmac_cli.runs.resolve import resolve
 from tests.helpers import declared, inspect, load, records_of
 from tests.test_every_reader import Listed, seen
 

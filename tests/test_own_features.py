@@ -12,20 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import (
-    ArrayData,
-    InputError,
-    finish,
-    load_model,
-    predict,
-    register_features,
-    resolve,
-    score,
-    train,
-)
+from dpmac_cli import ArrayData, InputError, load, register_features, train
 from dpmac_cli.config.networks import FEATURES, OWN_FEATURES
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.frozen import OneByOne
+from dpmac_cli.release import prediction
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.runs.resolve import resolve
 
 QUICK: dict[str, Any] = {
     **{"features": "pooled", "model": "linear", "sigma": 1, "steps": 3, "device": "cpu"},
@@ -49,20 +42,20 @@ def _registered(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_is_scored_and_predicts_with_the_same_function() -> None:
-    finished = finish(train(resolve(dataset="digits", **QUICK)))
-    assert score("run").result.accuracy == finished.report["scores"]["accuracy"]["value"]
+    finished = train(dataset="digits", **QUICK)
+    assert load("run").score().accuracy == finished.report["scores"]["accuracy"]["value"]
     assert finished.report["features"]["name"] == "pooled"
     said = finished.report["sentences"]["features"]
     assert "(means of squares), which sees one record at a time" in said
     assert finished.report["network"]["parameters"] == 10 * WIDTH + 10
     images = np.random.RandomState(0).randint(0, 17, (30, 1, 8, 8)).astype(np.uint8)
-    together = predict("run", images).probabilities
-    alone = [predict("run", images[row : row + 1]).probabilities[0] for row in range(3)]
+    together = load("run").predict(images).probabilities
+    alone = [load("run").predict(images[row : row + 1]).probabilities[0] for row in range(3)]
     assert np.allclose(np.stack(alone), together[:3], atol=1e-6)
 
 
 def test_a_program_without_the_function_is_told_to_register_it() -> None:
-    finish(train(resolve(dataset="digits", **QUICK)))
+    train(dataset="digits", **QUICK)
     del OWN_FEATURES["pooled"], FEATURES["pooled"]
     with pytest.raises(ModelError, match=r"needs features .pooled.*register_features"):
         load_model("run")
@@ -78,8 +71,8 @@ def test_a_function_sees_one_record_at_a_time() -> None:
         image += 1  # which changes no record
         return image.flatten()[:WIDTH]
 
-    finish(train(resolve(dataset="digits", **QUICK | {"features": "seen"})))
-    score("run")
+    train(dataset="digits", **QUICK | {"features": "seen"})
+    prediction.score(load("run").released)
     assert set(seen) == {(1, 8, 8)}
 
 
@@ -93,7 +86,7 @@ def test_a_function_that_keeps_something_of_records_is_refused() -> None:
         return image.flatten() - torch.stack(kept).mean(0)
 
     with pytest.raises(ModelError, match="keeps something of the records that it sees"):
-        finish(train(resolve(dataset="digits", **QUICK | {"features": "running"})))
+        train(dataset="digits", **QUICK | {"features": "running"})
 
 
 @pytest.mark.promise("features")
@@ -136,7 +129,7 @@ def test_a_function_that_was_changed_computes_again() -> None:
 
     for out in ("run", "again"):
         seen.clear()
-        finish(train(resolve(dataset="digits", **QUICK | {"out": out})))
+        train(dataset="digits", **QUICK | {"out": out})
     assert len(seen) < 1797
     changed = len(seen)
 
@@ -145,7 +138,7 @@ def test_a_function_that_was_changed_computes_again() -> None:
         seen.append(2)
         return pooled(image).clamp(-9, 9)
 
-    finish(train(resolve(dataset="digits", **QUICK | {"out": "changed"})))
+    train(dataset="digits", **QUICK | {"out": "changed"})
     assert len(seen) - changed > 1797
 
 
@@ -158,15 +151,15 @@ def test_rows_of_numbers_are_vectors() -> None:
     x = np.random.RandomState(0).rand(200, 5)
     data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
     settings = QUICK | {"features": "some", "batch_size": 50}
-    finished = finish(train(resolve(dataset=data, **settings)))
+    finished = train(dataset=data, **settings)
     assert finished.report["network"]["parameters"] == 2 * 2 + 2
-    assert len(predict("run", x[:7]).predicted) == 7
+    assert len(load("run").predict(x[:7]).predicted) == 7
 
 
 def test_another_number_of_features_is_refused() -> None:
     register_features("wrong", WIDTH)(lambda image: image.flatten())
     with pytest.raises(ModelError, match=r"returned a tensor of shape \(64,\).*width=16"):
-        finish(train(resolve(dataset="digits", **QUICK | {"features": "wrong"})))
+        train(dataset="digits", **QUICK | {"features": "wrong"})
 
 
 @pytest.mark.promise("published")
@@ -176,7 +169,7 @@ def test_a_failing_function_quotes_no_record() -> None:
         raise ValueError(f"pixels {image.flatten().tolist()}")
 
     with pytest.raises(ModelError) as caught:
-        finish(train(resolve(dataset="digits", **QUICK | {"features": "failing"})))
+        train(dataset="digits", **QUICK | {"features": "failing"})
     assert "pixels" not in str(caught.value)
 
 

@@ -21,8 +21,8 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent, finish, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import RunEvent, finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Started
 from tests.digits_runs import after, report_of
@@ -168,7 +168,7 @@ def test_a_model_of_another_split_is_not_scored_on_what_it_was_trained_on(
 DECLARED = "--channels 1 --image-size 8 --classes " + ",".join(f"digit-{n}" for n in range(10))
 
 
-def interrupted(data: str, *flags: str) -> Finished:
+def interrupted(data: str, *flags: str) -> Run:
     """A run that was stopped after its third step of eight."""
     named = dict(zip(flags[::2], flags[1::2], strict=True))
     settings = {"steps": "8", "batch_size": "64", "sigma": "4", "device": "cpu", "out": "run"}
@@ -179,7 +179,7 @@ def interrupted(data: str, *flags: str) -> Finished:
         return bool(begun) and third()
 
     def events() -> Iterator[RunEvent]:
-        for event in train(resolve({"dataset": data, **settings, **named}).plan, stop):
+        for event in train_plan(resolve({"dataset": data, **settings, **named}).plan, stop):
             begun.extend([event] if isinstance(event, Started) else [])
             yield event
 
@@ -313,14 +313,14 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
     photos("photos", records=100)
     settings = {"steps": "40", "batch_size": "8", "sigma": "4", "device": "cpu", "out": "run"}
     events: list[RunEvent] = []
-    for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).plan):
+    for event in train_plan(resolve({"dataset": "photos", "model": "mlp-small", **settings}).plan):
         if isinstance(event, Started):
             for number in range(120):
                 shutil.copy("photos/train/digit-1/1.png", f"photos/train/digit-1/new-{number}.png")
             shutil.rmtree("photos/train/digit-3")
         events.append(event)
     last = events[-1]
-    assert isinstance(last, Finished)
+    assert isinstance(last, Run)
     assert last.report["data"]["train_size"] == 80
     assert len(last.report["data"]["classes"]) == 10
     price = last.report
@@ -343,9 +343,9 @@ def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> No
         shutil.copy("photos/train/digit-1/1.png", "photos/train/digit-1/new.png")
     for elsewhere in (resolved.plan, pickle.loads(pickle.dumps(resolved.plan))):
         with pytest.raises(InputError, match="changed while it was being read"):
-            finish(train(elsewhere))
+            finish(train_plan(elsewhere))
     assert not Path("run").exists()
-    size = finish(train(resolved)).report["data"]["train_size"]
+    size = finish(train_plan(resolved)).report["data"]["train_size"]
     assert size == resolved.plan.facts.train_size
 
 

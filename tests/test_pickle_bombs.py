@@ -22,7 +22,7 @@ import dpmac_cli
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
+from dpmac_cli.release.train import resume_folder
 from tests.digits_runs import train_digits
 from tests.helpers import load_data
 
@@ -186,7 +186,7 @@ def test_nothing_is_unpickled_from_the_first_step_to_the_last_score(
     train_digits(steps=1)  # whatever a first use of a library loads is its own affair
     calls = forbid_unpickling(monkeypatch)
     where = train_digits(out="run").folder
-    for _ in run.resume(where, {"steps": "5", "out": "longer"}):
+    for _ in resume_folder(where, {"steps": "5", "out": "longer"}):
         pass
     for args in (
         ["eval", "run"],

@@ -13,7 +13,7 @@ from scipy.special import logsumexp
 from scipy.stats import binom, chisquare
 from torch import Tensor, nn
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import ROUNDING, total_epsilon
 from dpmac_cli.accounting.events import MOST_OVERFLOW, TrainingEvent
@@ -23,6 +23,7 @@ from dpmac_cli.dp.clipping import batch_invariance
 from dpmac_cli.dp.clipping.batch_invariance import TRIED, chunks_alike, rows_of, unaffected
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.order_of_sums import _ordinary, _showing_order
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.sampling import RandomPlaces
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum

@@ -13,16 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import (
-    BudgetError,
-    InputError,
-    ModelError,
-    make_private,
-    resolve,
-    total_epsilon,
-)
+from dpmac_cli import BudgetError, InputError, make_private, total_epsilon
+from dpmac_cli.errors import ModelError
 from dpmac_cli.optim import OPTIMIZERS, register_optimizer
 from dpmac_cli.optim.dp_sgd import DPSGD
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits, weights

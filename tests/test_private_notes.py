@@ -11,11 +11,12 @@ import pytest
 import yaml
 from torch import nn
 
-from dpmac_cli import Poisson, PrivateStep, from_dataframe, make_private, resolve
+from dpmac_cli import Poisson, PrivateStep, from_dataframe, make_private
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.errors import as_keywords
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.resolve import resolve
 from tests.helpers import declared, notes_on
 from tests.secret_search import published
 from tests.typed import dpmac

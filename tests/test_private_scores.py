@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpmac_cli
+from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
@@ -23,7 +24,7 @@ from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release import run
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import checkpoint, prepare
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import Ledger, read_ledger
@@ -260,7 +261,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
 @pytest.mark.promise("scores")
 def test_a_score_is_saved_before_it_is_shown() -> None:
     """Or a resume would release another one in its place."""
-    for event in run.train(digits_config(**COVERED, out="run")):
+    for event in train_plan(digits_config(**COVERED, out="run")):
         if (
             isinstance(event, Update)
             and isinstance(event.event, Evaluated)
@@ -274,9 +275,9 @@ def test_a_score_is_saved_before_it_is_shown() -> None:
 def test_a_resume_into_another_folder_keeps_the_promise_about_the_test_records() -> None:
     train_digits(out="exact")
     with pytest.raises(InputError, match="--cover-scores cannot change in a resume"):
-        run.finish(run.resume("exact", {"cover_scores": True, "steps": "6", "out": "longer"}))
+        resume("exact", {"cover_scores": True, "steps": "6", "out": "longer"})
     train_digits(**COVERED, out="covered")
-    finished = run.finish(run.resume("covered", {"steps": "40", "out": "longer"}))
+    finished = resume("covered", {"steps": "40", "out": "longer"})
     tested = [event for event in finished.report["events"] if event["records"] == "test"]
     assert len(tested) == 2
     cost = total_epsilon(tuple(TrainingEvent(**event) for event in tested), 1e-5)
@@ -314,7 +315,7 @@ def test_the_budget_in_another_folder_pays_for_the_scores_of_the_resumed_run(mor
     budget = cost_of_scores(before) + more
     changes = {"epochs": "16", "max_epsilon": f"{budget}", "out": "longer"}
     try:
-        report = run.finish(run.resume("parent", changes)).report
+        report = resume("parent", changes).report
     except BudgetError:
         assert more < 1
     else:

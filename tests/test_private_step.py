@@ -30,13 +30,10 @@ from dpmac_cli import (
     ArrayData,
     BudgetError,
     InputError,
-    ModelError,
-    Noise,
     Poisson,
     PrivateStep,
     RandomAllocation,
     Settings,
-    ball,
     clipped_grad,
     make_private,
     total_epsilon,
@@ -44,7 +41,10 @@ from dpmac_cli import (
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.config.settings import DELTA
+from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.training import memory, private_program, private_step
 from dpmac_cli.training.chunks import BatchSum
 from dpmac_cli.training.step import Step

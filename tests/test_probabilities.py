@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import dpmac_cli
+from dpmac_cli import resume, train
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import noise_of_share
@@ -31,7 +32,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.randomness.keystream import STREAMS, make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release import run
+from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import read_ledger
@@ -111,10 +112,10 @@ def test_a_table_is_calibrated_by_one_command(tmp_path: Path) -> None:
 
 
 def test_predictions_have_calibrated_probabilities_and_the_decisions_of_the_network() -> None:
-    finished = run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run")))
+    finished = train(dataset=clinic(), epsilon=1.0, seed=0, out="run")
     found = finished.report["network"]["calibration"]
     assert found["slope"] != 1
-    predictions = dpmac_cli.predict("run", patients(500, 2)[0])
+    predictions = dpmac_cli.load("run").predict(patients(500, 2)[0])
     outputs = predictions.outputs
     odds = found["slope"] * (outputs[:, 1] - outputs[:, 0]) + found["intercept"]
     assert predictions.probabilities[:, 1] == pytest.approx(expit(odds), abs=1e-6)
@@ -123,21 +124,21 @@ def test_predictions_have_calibrated_probabilities_and_the_decisions_of_the_netw
 
 
 def test_the_code_of_a_card_computes_the_same_probabilities() -> None:
-    run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run", model="linear")))
+    train(dataset=clinic(), epsilon=1.0, seed=0, out="run", model="linear")
     card = Path("run/model-card.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     scope: dict[str, Any] = {}
     exec(code.replace('"model.safetensors"', '"run/model.safetensors"'), scope)
     x = patients(50, 2)[0]
     rows = torch.from_numpy(x)
-    predictions = dpmac_cli.predict("run", x)
+    predictions = dpmac_cli.load("run").predict(x)
     assert scope["probabilities"](rows).numpy() == pytest.approx(predictions.answers, abs=1e-5)
     assert scope["predict"](rows).tolist() == predictions.outputs.argmax(1).tolist()
     assert "| histogram of the training records | 1 | every unit | 1 |" in card
 
 
 def test_card_and_page_show_reliability_by_the_noisy_histogram() -> None:
-    finished = run.finish(run.train(resolve(dataset=clinic(), epsilon=1.0, seed=0, out="run")))
+    finished = train(dataset=clinic(), epsilon=1.0, seed=0, out="run")
     found = finished.report["network"]["calibration"]
     card = Path("run/model-card.md").read_text()
     [table] = re.findall(r"## Reliability of probabilities\n(.*?)\n## ", card, re.DOTALL)
@@ -154,7 +155,7 @@ def test_card_and_page_show_reliability_by_the_noisy_histogram() -> None:
     written = Path("report.html").read_text()
     assert 'aria-label="Reliability of probabilities"' in written
     plain: dict[str, Any] = {"epsilon": 1.0, "calibration": "none", "out": "plain"}
-    run.finish(run.train(resolve(dataset=clinic(200), **plain)))
+    train(dataset=clinic(200), **plain)
     assert "Reliability" not in Path("plain/model-card.md").read_text()
 
 
@@ -277,7 +278,7 @@ def test_a_sample_of_many_records_is_counted_and_charged_as_one() -> None:
     assert rate_of(1, 16, 50_000) == pytest.approx(100 * noise / 50_000)
     assert rate_of(20, 500, 500) == rate_of(2, 10, 400) == 1
     settings: dict[str, Any] = {"epsilon": 8.0, "steps": 3, "batch_size": 64, "model": "linear"}
-    report = run.finish(run.train(resolve(dataset=clinic(), seed=0, out="run", **settings))).report
+    report = train(dataset=clinic(), seed=0, out="run", **settings).report
     steps, histogram = (TrainingEvent(**event) for event in report["events"])
     assert histogram == histogram_event(noise, 100 * noise / 3000)
     assert report["epsilon"] == total_epsilon((steps, histogram), 1e-5)
@@ -330,7 +331,7 @@ def test_a_given_noise_pays_for_a_histogram_in_addition() -> None:
     short = resolve(
         dataset="digits", sigma=6.0, calibration="histogram", steps=40, max_epsilon=0.4
     ).plan
-    report = run.finish(run.train(short)).report
+    report = finish(train_plan(short)).report
     assert report["epsilon"] <= 0.4
     assert [event["histogram"] for event in report["events"]] == [False, True]
 
@@ -351,7 +352,7 @@ def kill_at(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(training, name, killed)
         with pytest.raises(Killed):
-            run.finish(run.train(plan))
+            finish(train_plan(plan))
 
 
 def histograms(folder: str) -> int:
@@ -368,7 +369,7 @@ def test_the_histogram_is_charged_before_training_records_are_read(
     """A kill in between pays for it. Nothing is left of the budget for another one."""
     kill_at("training_histogram", digits_config(**SHORT, out="run"), monkeypatch)
     assert histograms("run") == 1
-    events = [*run.resume("run")]
+    events = [*resume_folder("run")]
     assert any("is not calibrated" in note for note in events[0].notes)  # type: ignore[union-attr]
     report = events[-1].report  # type: ignore[union-attr]
     assert report["network"]["calibration"] is None
@@ -381,7 +382,7 @@ def test_the_histogram_is_charged_before_training_records_are_read(
 def test_a_run_without_a_target_pays_for_both_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SHORT | {"epsilon": None, "sigma": 6.0, "calibration": "histogram", "out": "run"}
     kill_at("training_histogram", digits_config(**settings), monkeypatch)
-    report = run.finish(run.resume("run")).report
+    report = resume("run").report
     assert report["network"]["calibration"] is not None
     assert sum(event["histogram"] for event in report["events"]) == 2
 
@@ -393,7 +394,7 @@ def test_a_stored_histogram_is_not_paid_for_again(monkeypatch: pytest.MonkeyPatc
     kept = checkpoint.read(Path("run")).record.histogram
     assert kept is not None
     assert histograms("run") == 1
-    report = run.finish(run.resume("run")).report
+    report = resume("run").report
     assert histograms("run") == 1
     assert sorted(event["histogram"] for event in report["events"]) == [False, True]
     assert np.array(report["network"]["calibration"]["counts"]).ravel().tolist() == list(
@@ -423,7 +424,7 @@ def test_the_noise_of_a_histogram_is_not_that_of_anything_else() -> None:
 @pytest.mark.promise("histogram")
 def test_more_epochs_are_counted_and_charged_again() -> None:
     first = train_digits(**SHORT, out="run").report
-    more = run.finish(run.resume("run", {"steps": "14", "out": "longer"})).report
+    more = resume("run", {"steps": "14", "out": "longer"}).report
     assert sum(event["histogram"] for event in more["events"]) == 2
     assert more["network"]["calibration"]["counts"] != first["network"]["calibration"]["counts"]
     assert more["epsilon"] > first["epsilon"]
@@ -431,11 +432,11 @@ def test_more_epochs_are_counted_and_charged_again() -> None:
 
 def test_an_interrupted_run_is_calibrated_at_its_end_alone() -> None:
     asked = iter(range(100))
-    stopped = run.finish(run.train(digits_config(**SHORT, out="run"), lambda: next(asked) >= 5))
+    stopped = finish(train_plan(digits_config(**SHORT, out="run"), lambda: next(asked) >= 5))
     assert stopped.state == "interrupted"
     assert stopped.report["network"]["calibration"] is None
     assert histograms("run") == 0
-    finished = run.finish(run.resume("run"))
+    finished = resume("run")
     assert finished.report["network"]["calibration"] is not None
     assert finished.report["epsilon"] <= 1
 
@@ -571,7 +572,7 @@ def test_a_person_with_a_thousand_records_counts_once() -> None:
     assert plan.facts.train_size == 2001
     trainer = run_trainer(plan)
     assert counted(trainer).sum() == pytest.approx(2001, abs=0.2)
-    found = run.finish(run.train(plan)).report
+    found = finish(train_plan(plan)).report
     assert "in which each counts at most once" in found["sentences"]["calibration"]
 
 
@@ -676,7 +677,7 @@ def test_few_records_and_a_class_that_nobody_has_end_in_a_model(records: int) ->
     x, _ = patients(records)
     y = np.zeros(records, int)
     data = dpmac_cli.ArrayData(x, y, x, y, classes=NAMES, low=0, high=1)
-    report = run.finish(run.train(resolve(dataset=data, epsilon=1.0, out="run"))).report
+    report = train(dataset=data, epsilon=1.0, out="run").report
     assert report["network"]["calibration"]["slope"] > 0
     assert math.isfinite(report["scores"]["log_loss"]["value"])
 

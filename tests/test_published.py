@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from dpmac_cli import resume
 from dpmac_cli.config.networks import UserModel, parse_model
-from dpmac_cli.release import run
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from tests import secret_search as search
 from tests.conftest import OPTIMIZER_NAMES
@@ -67,13 +67,13 @@ def published_secrets(
     with monkeypatch.context() as patched:
         secrets = search.record(patched, tmp_path, seed, instead)
         config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
-        where = finish(run.train(config, after(2))).folder
+        where = finish(train_plan(config, after(2))).folder
         assert names(where) == PUBLIC_FILES
         leaks = {*secrets.found(where)}
-        whole = finish(run.resume(where, {}))
+        whole = resume(where, {})
         assert [event["steps"] for event in whole.report["events"]] == [2, 2]
         leaks |= {*secrets.found(where)}
-        longer = finish(run.resume(where, {"steps": "6", "out": tmp_path / "longer"}))
+        longer = resume(where, {"steps": "6", "out": tmp_path / "longer"})
     assert [event["steps"] for event in longer.report["events"]] == [2, 2, 2]
     for each in (where, longer.folder):
         assert names(each) == PUBLIC_FILES
@@ -91,7 +91,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Secrets]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         secrets = search.record(monkeypatch, tmp_path, SEED)
         config = digits_config(seed=SEED, batch_size=BATCH, steps=2, out=tmp_path / "run")
-        where = finish(run.train(config)).folder
+        where = finish(train_plan(config)).folder
     assert secrets.found(where) == []
     return where, secrets
 

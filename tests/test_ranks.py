@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dpmac_cli.data.units import units_of
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import resume_folder, train_plan
 from dpmac_cli.runs import workers
 from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.trainer import Trainer
@@ -167,7 +167,7 @@ def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(ranks: Ranks) -> Any:
         if ranks.leads:
-            list(run.train(config, ranks=ranks))
+            list(train_plan(config, ranks=ranks))
             return None
         trainers = []
         built = make_run_trainer
@@ -197,8 +197,8 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
     def work(ranks: Ranks) -> Any:
         if not ranks.leads:
             return workers.run_worker(ranks, {})
-        *_, last = run.train(config, ranks=ranks)
-        assert isinstance(last, Finished)
+        *_, last = train_plan(config, ranks=ranks)
+        assert isinstance(last, Run)
         return last.report
 
     return work
@@ -213,14 +213,14 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
         if not ranks.leads:
             return workers.run_worker(ranks, {})
         config = digits_config(steps=8, out="run", seed=4)
-        list(run.train(config, lambda: next(asked) >= 3, ranks=ranks if before > 1 else None))
+        list(train_plan(config, lambda: next(asked) >= 3, ranks=ranks if before > 1 else None))
         return None
 
     def go_on(ranks: Ranks) -> Any:
         if not ranks.leads:
             return workers.run_worker(ranks, {})
-        *_, last = run.resume(Path("run"), {}, ranks=ranks if after > 1 else None)
-        assert isinstance(last, Finished)
+        *_, last = resume_folder(Path("run"), {}, ranks=ranks if after > 1 else None)
+        assert isinstance(last, Run)
         return last.report
 
     assert not any(together(before, begin))
@@ -254,7 +254,7 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
         if not ranks.leads:
             return workers.run_worker(ranks, {})
         flags: dict[str, Any] = {"feature_range": "0,60", "batch_size": 8, "model": "net.py:Net"}
-        list(run.train(digits_config(dataset="d.npz", out="run", **flags), ranks=ranks))
+        list(train_plan(digits_config(dataset="d.npz", out="run", **flags), ranks=ranks))
         return None
 
     for failure in together(2, work):
@@ -329,12 +329,12 @@ def test_ranks_that_compute_otherwise_do_not_begin(
         if not ranks.leads:
             return workers.run_worker(ranks, {})
         if resumed:
-            return list(run.resume(Path("run"), {}, ranks=ranks))
-        return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
+            return list(resume_folder(Path("run"), {}, ranks=ranks))
+        return list(train_plan(digits_config(steps=4, out="run"), ranks=ranks))
 
     if resumed:
         asked = iter(range(100))
-        list(run.train(digits_config(steps=4, out="run"), lambda: next(asked) >= 2))
+        list(train_plan(digits_config(steps=4, out="run"), lambda: next(asked) >= 2))
     before = files()
     named = "environment variables" if other == "variable" else other
     for failure in together(2, work):
@@ -366,7 +366,7 @@ def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) ->
         if not ranks.leads:
             monkeypatch.setattr(workers, "device_name", lambda _: "another GPU")
             return workers.run_worker(ranks, {})
-        return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
+        return list(train_plan(digits_config(steps=4, out="run"), ranks=ranks))
 
     for failure in together(2, work):
         assert isinstance(failure, InputError), failure

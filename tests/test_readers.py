@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpmac_cli import (
-    Declaration,
-    InputError,
-    Reading,
-    finish,
-    predict,
-    register_reader,
-    resolve,
-    train,
-)
-from dpmac_cli.data.reader import READERS
+from dpmac_cli import InputError, load, register_reader, train
+from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.reader import READERS, Reading
 from tests.helpers import declared, inspect, records_of
 
 QUICK: dict[str, Any] = {"sigma": 4, "steps": 2, "batch_size": 8, "device": "cpu", "out": "run"}
@@ -64,9 +56,9 @@ def read_sounds(dataset: Declaration) -> Reading:
 
 
 def test_a_reader_of_a_program_is_one_function_and_one_registration() -> None:
-    run = finish(train(resolve(dataset="sounds", classes="high,low", **QUICK)))
+    run = train(dataset="sounds", classes="high,low", **QUICK)
     assert run.report["data"]["train_size"] + run.report["data"]["test_size"] == 40
-    found = predict("run", "sounds/low")
+    found = load("run").predict("sounds/low")
     assert found.records[:2] == ["1.wav", "11.wav"]
     assert found.probabilities.shape == (20, 2)
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.release import prediction
-from dpmac_cli.release.run import train
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import prepare
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import after
@@ -42,6 +42,8 @@ BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 NET = re.compile(r"```python\n(# net.py\n.*?)```", re.DOTALL)
 #: The loop of the README.
 LOOP = re.compile(r"```python\n(from dpmac_cli import from_torch.*?)```", re.DOTALL)
+#: The first program of the README.
+FIRST = re.compile(r"```python\n(from dpmac_cli import train\n.*?)```", re.DOTALL)
 #: A run that the guides resume. Here it is one that was interrupted.
 RUN = "runs/mnist-dp-macadam-1"
 #: What is typed instead, so that no command takes minutes.
@@ -116,6 +118,17 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "mine/model.safetensors").exists()
 
 
+def test_the_first_program_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (shown,) = FIRST.findall(read(README))
+    exec(shown, {})
+    epsilon, accuracy = map(float, capsys.readouterr().out.split())
+    assert 2.9 < epsilon <= 3
+    assert accuracy > 0.8
+
+
 @pytest.fixture
 def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score on 400 records at most: on all of them the network of CIFAR-10 takes seconds."""
@@ -129,7 +142,7 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:
-    assert 450 <= len(read(README).split()) <= 600
+    assert 450 <= len(read(README).split()) <= 620
     install, test, *_ = BLOCK.findall(read(README))
     assert install.endswith("&& pip install . && dpmac train --dataset digits\n")
     assert test.endswith('&& pip install -e ".[dev]" && pytest\n')
@@ -145,13 +158,13 @@ def test_every_command_of_readme_and_guides_runs(
     monkeypatch.setenv("DPMAC_DATA_DIR", str(real_data_dir))
     set_scene(tmp_path)
     interrupted = {"dataset": "mnist", "sigma": "0.8", "steps": "2", "out": RUN}
-    list(train(resolve(interrupted).plan, after(1)))
+    list(train_plan(resolve(interrupted).plan, after(1)))
     assert len(commands(*pages)) > 5
     for command in map(shortened, commands(*pages)):
         program, *typed = shlex.split(command)
         if typed[:3] == ["train", "--resume", "own-net"]:  # it is finished by now
             again = {"model": typed[-1], "out": "own-net", "force": True}
-            list(train(resolve(again, Path("own-net/config.yaml")).plan, after(1)))
+            list(train_plan(resolve(again, Path("own-net/config.yaml")).plan, after(1)))
         if program == "dpmac":
             result = CliRunner().invoke(app, typed)
             assert result.exit_code == 0, f"{command}\n{result.output}"

@@ -26,8 +26,8 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import as_flags
 from dpmac_cli.models.dataset import Split
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import plan as grid
 from dpmac_cli.studies.search import plan_search
@@ -242,8 +242,8 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     flags |= {"batch_size": "2" if config.settings.augment else "64"}  # or a step takes minutes
     data = load_data(config.facts.typed, real_data_dir, torch.device("cpu"))
     some = Split(data.tested.images[:100], data.tested.labels[:100])
-    *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
-    assert isinstance(last, Finished)
+    *_, last = train_plan(resolve(flags, file).plan, data=replace(data, test=some))
+    assert isinstance(last, Run)
     assert last.report["events"][0]["steps"] == 2
 
 

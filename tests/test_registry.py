@@ -11,16 +11,12 @@ import pytest
 from pydantic import create_model
 from torch import Tensor
 
-from dpmac_cli import (
-    InputError,
-    Moments,
-    Optimizer,
-    PrivateMean,
-    register_optimizer,
-    resolve,
-    train,
-)
+from dpmac_cli import InputError, Optimizer, register_optimizer
+from dpmac_cli.dp.mechanism import PrivateMean
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.release.train import train_plan
+from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import report_of
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +104,7 @@ def test_an_optimizer_that_cannot_be_set_is_refused_with_the_remedy(
     monkeypatch.setitem(OPTIMIZERS, "own", OPTIMIZERS["dp-sgd"])  # removed at the end
     register_own(**declared)
     with pytest.raises(InputError, match=f"own .*{said}"):
-        list(train(resolve(dataset="digits", optimizer="own", sigma=2, steps=1)))
+        list(train_plan(resolve(dataset="digits", optimizer="own", sigma=2, steps=1)))
     assert os.listdir() == []
 
 
@@ -156,9 +152,8 @@ def test_a_task_of_your_own_is_trained_scored_and_predicted() -> None:
     page = (ROOT / "docs/own-task.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     program = (
-        "\nfrom dpmac_cli import predict, score\n"
-        "print(score(run.folder, grades).result.metric('steps-off'))\n"
-        "print(predict(run.folder, np.array([[0.1, 0, 0, 0], [0.9, 1, 1, 1]])).predicted)\n"
+        "\nprint(run.score(grades).metric('steps-off'))\n"
+        "print(run.predict(np.array([[0.1, 0, 0, 0], [0.9, 1, 1, 1]])).predicted)\n"
         "from typer.testing import CliRunner\n"
         "from dpmac_cli.cli.app import app\n"
         "print('ordinal' in CliRunner().invoke(app, ['train', '--help']).stdout)"

@@ -14,7 +14,7 @@ import torch
 from sklearn import metrics as sklearn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
-from dpmac_cli import ArrayData, predict
+from dpmac_cli import ArrayData, load
 from dpmac_cli.accounting.events import score_event
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.dp.losses import HUBER, build_loss
@@ -253,7 +253,7 @@ def _check_predictions(folder: Path, where: Path) -> None:
     assert done.exit_code == 0, done.output
     written = list(csv.DictReader((where / "p.csv").read_text().splitlines()))
     assert [*written[0]] == ["row", "id", "predicted"]
-    found = predict(folder, new).answers
+    found = load(folder).predict(new).answers
     values = [[float(row["predicted"])] for row in written]
     np.testing.assert_allclose(values, found, rtol=1e-5)
     card = (folder / "model-card.md").read_text()

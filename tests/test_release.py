@@ -16,17 +16,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli import ArrayData, make_private, predict
+from dpmac_cli import ArrayData, load, make_private
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.release import run as running
+from dpmac_cli.release import prediction
+from dpmac_cli.release import train as training
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.prediction import score
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import resume_folder
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.session import Update
 from tests.digits_runs import train_digits
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def run(finished: Finished) -> Path:
+def run(finished: Run) -> Path:
     return finished.folder
 
 
@@ -142,14 +143,14 @@ def test_images_are_prepared_as_the_header_says(
     with torch.no_grad():
         logits = load_model(file).model(x)
     loss = cross_entropy(logits, test.labels).item()
-    assert score(file, device="cpu").result.loss == pytest.approx(loss, rel=1e-5)
-    before = score(run, device="cpu").result.loss
+    assert load(file, device="cpu").score().loss == pytest.approx(loss, rel=1e-5)
+    before = load(run, device="cpu").score().loss
     assert loss != pytest.approx(before, rel=1e-2)
     # Nor does what the catalog says by then have a part in it.
     records = DATASETS["digits"].records.model_copy(update={"mean": (0.7,), "std": (0.1,)})
     other = replace(DATASETS["digits"], records=records)
     monkeypatch.setitem(DATASETS, "digits", other)
-    assert score(run, device="cpu").result.loss == before
+    assert load(run, device="cpu").score().loss == before
 
 
 def edited(
@@ -250,8 +251,8 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
     for network in (Net, Net(), partial(Net), lambda shape, classes: Net()):
         model = load_model("run", network=network).model
         assert model is not network
-        assert score("run", DATA, network=network).result.accuracy == scored
-        assert len(predict("run", X[:5], network=network).predicted) == 5
+        assert load("run", network=network).score(DATA).accuracy == scored
+        assert len(load("run", network=network).predict(X[:5]).predicted) == 5
 
 
 @pytest.mark.promise("said")
@@ -267,24 +268,24 @@ def test_records_are_not_held_out_again_to_score_a_file_alone(file: Path, tmp_pa
     (tmp_path / "alone").mkdir()
     alone = file.rename(tmp_path / "alone" / file.name)
     tested = ArrayData(**given, x_test=x, y_test=y)
-    assert score(alone, tested, network=network).result.samples == 60
+    assert load(alone, network=network).score(tested).samples == 60
     with pytest.raises(InputError, match="has no test set"):
-        score(alone, ArrayData(**given), network=network)
+        prediction.score(load(alone, network=network).released, ArrayData(**given))
 
 
 @pytest.mark.promise("validated")
 def test_the_weights_that_are_scored_are_published() -> None:
     done = train_digits(ema=0.9, steps=12, lr=0.05)
-    assert score(done.folder).result.loss == pytest.approx(done.report["scores"]["loss"], rel=1e-6)
+    assert load(done.folder).score().loss == pytest.approx(done.report["scores"]["loss"], rel=1e-6)
 
 
 @pytest.mark.promise("price")
 def test_the_planned_epsilon_in_another_folder_includes_the_resumed_run() -> None:
     first = train_digits(out="run", steps=5)
     changed = {"steps": "60", "sigma": "8", "out": "longer"}
-    *_, shown, last = running.resume(first.folder, changed, stop=lambda: True)
+    *_, shown, last = resume_folder(first.folder, changed, stop=lambda: True)
     assert isinstance(shown, Update)
-    assert isinstance(last, Finished)
+    assert isinstance(last, Run)
     before, part = (TrainingEvent(**event) for event in last.report["events"])
     whole = total_epsilon((before, replace(part, steps=55)), last.report["delta"])
     assert part.steps < 55
@@ -294,8 +295,9 @@ def test_the_planned_epsilon_in_another_folder_includes_the_resumed_run() -> Non
 def test_keywords_of_a_program_take_precedence_over_its_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "continued_run", lambda _, given, *more: (one for one in [given]))
+    monkeypatch.setattr(training, "continued_run", lambda _, given, *more: (one for one in [given]))
+    monkeypatch.setattr(training, "finish", lambda events, _: next(events))
     for flags in ({"device": "cpu", "seed": 1}, Settings(device="cpu", seed=1)):
         given: Any
-        [given] = running.resume("run", flags, device="cuda")
+        given = training.resume("run", flags, device="cuda")
         assert given == {"device": "cuda", "seed": 1}

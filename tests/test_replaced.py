@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dpmac_cli import make_private
+from dpmac_cli import make_private, resume
 from dpmac_cli.cli.account import recount
 from dpmac_cli.cli.question import Question
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
@@ -67,8 +67,8 @@ def typed(out: Path) -> None:
 def resumed_from_another(out: Path) -> None:
     parent = out.with_name("parent")
     if not parent.exists():
-        finish(train(digits_config(out=parent, steps=2), after(1)))
-    finish(resume(parent, {"out": out, "force": True, "steps": 3}))
+        finish(train_plan(digits_config(out=parent, steps=2), after(1)))
+    resume(parent, {"out": out, "force": True, "steps": 3})
 
 
 WAYS = pytest.mark.parametrize("replace", [published, trained, typed, resumed_from_another])
@@ -95,7 +95,7 @@ FOREIGN = (
 
 
 def resumed(out: Path) -> None:
-    finish(resume(out, {}))
+    resume(out, {})
 
 
 #: Every door by which a run takes the place of another or goes on.
@@ -104,7 +104,7 @@ DOORS = (published, trained, typed, resumed_from_another, resumed)
 
 def unfinished(out: Path) -> Path:
     """Return the folder of a run that was stopped."""
-    finish(train(digits_config(out=out, steps=4, seed=1), after(2)))
+    finish(train_plan(digits_config(out=out, steps=4, seed=1), after(2)))
     return out
 
 
@@ -187,19 +187,19 @@ def test_a_killed_search_is_removed_without_what_is_not_its_own(tmp_path: Path) 
     unfinished(trial)
     (trial / "thesis.tex").write_text("mine")
     with pytest.raises(InputError, match=r"did not write \(thesis\.tex\)"):
-        finish(searched(tmp_path / "run"))
+        searched(tmp_path / "run")
     assert (trial / "thesis.tex").read_text() == "mine"
     (trial / "thesis.tex").rename(tmp_path / "thesis.tex")
-    finish(searched(tmp_path / "run"))
+    searched(tmp_path / "run")
     assert not trial.parent.exists()
     (tmp_path / "mine").mkdir()
     secret_place(tmp_path / "next").symlink_to(tmp_path / "mine")
     (tmp_path / "thesis.tex").rename(tmp_path / "mine" / "thesis.tex")
-    finish(searched(tmp_path / "next"))
+    searched(tmp_path / "next")
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "mine"
 
 
-def searched(out: Path) -> Iterator[Finished]:
+def searched(out: Path) -> Run:
     """A search with two trials on average."""
     return tune(dataset="digits", epsilon=9, steps=2, trials=2, out=out, device="cpu")
 
@@ -211,7 +211,7 @@ def test_a_published_loop_is_not_resumed_from_the_run_that_it_replaced(tmp_path:
     published(tmp_path / "run")
     for given in ({}, {"out": tmp_path / "x"}):
         with pytest.raises(InputError, match="contains no checkpoint"):
-            finish(resume(tmp_path / "run", given))
+            resume(tmp_path / "run", given)
 
 
 class KilledError(BaseException):
@@ -261,7 +261,7 @@ def test_a_kill_leaves_no_mixture_of_two_runs(
         if all(kinds.values()) and not any(name.endswith(".safetensors") for name in now):
             for given in ({}, {"out": tmp_path / "x"}):
                 with pytest.raises(InputError):
-                    finish(resume(out, given))
+                    resume(out, given)
         if calls[0] >= 0:
             return
         shutil.rmtree(out)
@@ -273,14 +273,14 @@ def test_a_kill_leaves_no_earlier_report_beside_a_later_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier one, of a run that was stopped, has a smaller epsilon."""
-    finish(train(digits_config(out=tmp_path / "early", steps=6, seed=1), after(2)))
+    finish(train_plan(digits_config(out=tmp_path / "early", steps=6, seed=1), after(2)))
     early, out = contents(tmp_path / "early"), tmp_path / "run"
     model = early[folder.MODEL]
     for call in range(1, 60):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tmp_path / "early", out)
         with killed_at(call, monkeypatch) as calls:
-            finish(resume(out, {}))
+            resume(out, {})
         now = contents(out)
         if now.get(folder.MODEL) not in (None, model):
             assert now.get(folder.REPORT) != early[folder.REPORT]

@@ -20,8 +20,9 @@ from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import Finished, guarantee_of
+from dpmac_cli.release.publish import guarantee_of
 from dpmac_cli.release.report import read_report
+from dpmac_cli.release.run import Run
 from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of, train_digits
@@ -33,7 +34,7 @@ def refuse(constant: str) -> NoReturn:
 
 
 @pytest.fixture(scope="module")
-def report(finished: Finished) -> dict[str, Any]:
+def report(finished: Run) -> dict[str, Any]:
     text = (finished.folder / "report.json").read_text()
     loaded = json.loads(text, parse_constant=refuse)
     assert isinstance(loaded, dict)
@@ -237,7 +238,7 @@ def test_the_example_of_the_page_has_the_keys_of_a_report(report: dict[str, Any]
     assert_like(example, report, "")
 
 
-def test_the_lines_for_jq_on_the_page_say_what_the_report_says(finished: Finished) -> None:
+def test_the_lines_for_jq_on_the_page_say_what_the_report_says(finished: Run) -> None:
     jq = shutil.which("jq")
     if jq is None:
         pytest.skip("jq is not installed")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.account import Account, done
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
@@ -24,9 +25,8 @@ from dpmac_cli.models.weights import unpacked
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Started, Update
@@ -57,13 +57,13 @@ def start(**flags: Any) -> Any:
 def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = finish(run.train(start()))
+    whole = finish(train_plan(start()))
     kill_in(10, start(out="killed"), monkeypatch)
     saved = checkpoint.read(Path("killed"))
     assert saved.step == 8
-    started, *_, last = run.resume(Path("killed"), {})
+    started, *_, last = resume_folder(Path("killed"), {})
     assert isinstance(started, Started)
-    assert isinstance(last, Finished)
+    assert isinstance(last, Run)
     before, after = (each.report["epsilon"] for each in (whole, last))
     assert before < after
     [note] = [note for note in started.notes if "counted twice" in note]
@@ -95,7 +95,7 @@ def test_a_run_is_not_resumed_with_other_public_weights() -> None:
 
 @pytest.mark.promise("faults")
 def test_a_checkpoint_whose_weights_were_altered_is_not_resumed() -> None:
-    finish(run.train(start(out="run", steps=2), after(1)))
+    finish(train_plan(start(out="run", steps=2), after(1)))
     path = checkpoint.path_in(Path("run"))
     tensors, header = unpacked(path.read_bytes())
     path.write_bytes(save({**tensors, "theta": tensors["theta"] + 1}, header))
@@ -115,7 +115,7 @@ def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_draw", drawn)
         with pytest.raises(Killed):
-            finish(run.train(plan))
+            finish(train_plan(plan))
 
 
 @pytest.mark.promise("resume")
@@ -126,9 +126,9 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     if sampler == "poisson":
         settings["batch_size"] = 1437  # cheap to price
     kill_in(10, start(out="run", **settings), monkeypatch)
-    started, *_, last = run.resume(Path("run"), {})
+    started, *_, last = resume_folder(Path("run"), {})
     assert isinstance(started, Started)
-    assert isinstance(last, Finished)
+    assert isinstance(last, Run)
     assert last.state == "finished"
     assert 0.9 < last.report["epsilon"] <= 1
     steps = 34 if sampler == "poisson" else 8 + 24
@@ -140,7 +140,7 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     assert f"{calibrated} allows {steps} of 36 steps." in started.notes
     assert not any("max-epsilon" in note for note in started.notes)
     with pytest.raises(InputError, match="is finished"):
-        finish(run.resume(Path("run"), {}))
+        resume(Path("run"), {})
 
 
 @pytest.mark.promise("resume")
@@ -151,12 +151,12 @@ def test_a_resumed_run_has_the_noise_that_it_began_with(
     """It is never calibrated again: another version of an accountant may find other noise."""
     plan = start(out="run", model="linear", epsilon=5.0, steps=36, batch_size=1437, seed=None)
     sigma = plan.event.noise_multiplier
-    finish(run.train(plan, after(2)))
+    finish(train_plan(plan, after(2)))
     asked = Path("run", folder.CONFIG).read_text()
     assert "epsilon: 5.0\n" in asked
     assert f"# Noise multiplier sigma: {sigma!r}\n" in asked
     monkeypatch.setattr("dpmac_cli.config.plan.calibrate_noise", lambda *_, **__: 100.0)
-    last = finish(run.resume(Path("run"), {} if out == "run" else {"out": out, "steps": "40"}))
+    last = resume(Path("run"), {} if out == "run" else {"out": out, "steps": "40"})
     *events, histogram = last.report["events"]
     assert [event["noise_multiplier"] for event in events] == [sigma, sigma]
     assert histogram["histogram"]
@@ -188,9 +188,9 @@ def test_a_record_has_one_place_in_each_epoch_that_is_counted(
 ) -> None:
     """A resume begins an epoch of its own, and what was left of the last is not taken."""
     draws = Draws(monkeypatch)
-    finish(run.train(start(out="run", sampler=sampler, steps=36), after(15)))
+    finish(train_plan(start(out="run", sampler=sampler, steps=36), after(15)))
     begun = len(draws.batches)
-    last = finish(run.resume(Path("run"), {}))
+    last = resume(Path("run"), {})
     assert begun == 15
     parts = [draws.batches[first : first + 12] for first in (0, 12, 15, 27)]
     del parts[1][3:]
@@ -211,16 +211,16 @@ def test_no_key_is_on_disk_or_used_in_two_sessions(monkeypatch: pytest.MonkeyPat
         return made[-1]
 
     monkeypatch.setattr("dpmac_cli.runs.train.make_keys", make)
-    events = run.train(start(out="run", seed=None, cover_scores=True))
+    events = train_plan(start(out="run", seed=None, cover_scores=True))
     for event in events:
         if isinstance(event, Update):
             check_no_key(made)
         if isinstance(event, Update) and event.event.step >= 10:
             break
     events.close()  # type: ignore[attr-defined]
-    finish(run.resume(Path("run"), {}, after(3)))
-    finish(run.resume(Path("run"), {}))
-    finish(run.resume(Path("run"), {"steps": "24", "out": "longer"}))
+    finish(resume_folder(Path("run"), {}, after(3)))
+    resume(Path("run"), {})
+    resume(Path("run"), {"steps": "24", "out": "longer"})
     check_no_key(made)
     assert len(made) == 4
     for name in STREAMS:  # the seed of initial weights, which no record changes, is kept
@@ -244,7 +244,7 @@ def test_a_seed_gives_each_session_other_draws(monkeypatch: pytest.MonkeyPatch) 
     draws = Draws(monkeypatch)
     for out in ("one", "other"):
         kill_in(10, start(out=out), monkeypatch)
-        finish(run.resume(Path(out), {"seed": 7}))
+        resume(Path(out), {"seed": 7})
     noise, batches, count = draws.noise, draws.batches, STEPS + 1
     first, second = batches[:count], batches[count:]
     assert first == second  # the same sessions of the same seed
@@ -299,9 +299,9 @@ def test_a_resume_into_another_folder_reuses_no_draw(
                 record["state"]["step"] < 21 and save(run, tensors, record)
             ),
         )
-        finish(run.train(start(out="run")))
+        finish(train_plan(start(out="run")))
     before = len(draws.noise)
-    finished = finish(run.resume(Path("run"), {**change, "out": "longer"}))
+    finished = resume(Path("run"), {**change, "out": "longer"})
     assert len(draws.noise) == len(draws.batches) > before == STEPS
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
@@ -313,19 +313,19 @@ def test_a_resume_into_another_folder_reuses_no_draw(
 @pytest.mark.promise("price")
 def test_a_smaller_delta_covers_the_random_places_of_the_run_before() -> None:
     """Which had as few as 1e-5 allows."""
-    first = finish(run.train(start(out="run")))
+    first = finish(train_plan(start(out="run")))
     tiny = {"steps": "25", "delta": "1e-17", "out": "second"}
-    assert finish(run.resume(first.folder, tiny)).report["epsilon"] is None
-    alone = finish(run.train(start(out="alone", delta="1e-17")))
+    assert resume(first.folder, tiny).report["epsilon"] is None
+    alone = finish(train_plan(start(out="alone", delta="1e-17")))
     assert alone.report["epsilon"] < 100
 
 
 @pytest.mark.promise("resume")
 def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
-    first = finish(run.train(start(out="run")))
+    first = finish(train_plan(start(out="run")))
     before = contents(first.folder)
-    second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8", "out": "second"}))
-    third = finish(run.resume(second.folder, {"steps": "50", "out": "third"}))
+    second = resume(first.folder, {"steps": "40", "sigma": "8", "out": "second"})
+    third = resume(second.folder, {"steps": "50", "out": "third"})
     events = (
         TrainingEvent(RATE, SIGMA, 21, "poisson", 12, overflow=overflow_of(1e-5)),
         TrainingEvent(RATE, 8.0, 19, "poisson", 12, overflow=overflow_of(1e-5)),
@@ -344,11 +344,11 @@ def test_epsilon_covers_every_ancestor_of_a_run_in_another_folder() -> None:
 
 @pytest.mark.promise("resume")
 def test_a_budget_covers_what_a_run_in_another_folder_inherits() -> None:
-    first = finish(run.train(start(out="run")))
+    first = finish(train_plan(start(out="run")))
     spent = first.report["epsilon"]
     budget = round(1.2 * spent, 4)
     flags = {"steps": "60", "max_epsilon": str(budget), "out": "longer"}
-    last = finish(run.resume(first.folder, flags))
+    last = resume(first.folder, flags)
     assert last.state == "budget-spent"
     assert spent < last.report["epsilon"] <= budget
 
@@ -365,26 +365,26 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(ClippedChunkSum, "of", scarce)
-        events = run.train(start(out="run", physical_batch=100, checkpoint_every="1"))
+        events = train_plan(start(out="run", physical_batch=100, checkpoint_every="1"))
         updates = (event for event in events if isinstance(event, Update))
         reduced = next(update for update in updates if update.chunk is not None)
         events.close()  # type: ignore[attr-defined]
     assert 1 < reduced.event.step < 20
     state = checkpoint.read(Path("run")).record.state.model_dump()
     assert state.keys() == {"step", "kappa_star"}
-    finished = finish(run.resume(Path("run"), {}))
+    finished = resume(Path("run"), {})
     assert finished.report["settings"]["physical_batch"] == 100
 
 
 @pytest.mark.promise("resume")
 def test_a_folder_in_use_is_refused() -> None:
     """Of two sessions at a time, neither would count the other."""
-    events = run.train(start(out="run"))
+    events = train_plan(start(out="run"))
     next(events)
     with pytest.raises(InputError, match="in use by another dpmac process"):
-        finish(run.resume(Path("run"), {}))
+        resume(Path("run"), {})
     with pytest.raises(InputError, match="in use by another dpmac process"):
-        finish(run.train(start(out="run", force=True)))
+        finish(train_plan(start(out="run", force=True)))
 
 
 def damage(where: Path) -> None:
@@ -449,7 +449,7 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
 
 @pytest.mark.promise("resume")
 def test_what_cannot_be_resumed_is_refused() -> None:
-    finish(run.train(start(out="kept")))
+    finish(train_plan(start(out="kept")))
     for where, change, flags, said in REFUSALS:
         shutil.rmtree("run", ignore_errors=True)
         shutil.copytree("kept", "run")
@@ -457,6 +457,6 @@ def test_what_cannot_be_resumed_is_refused() -> None:
         before = contents(Path("run")) if Path("run").exists() else None
         given = flags if where == "here" else {"out": "longer", **flags}
         with pytest.raises(InputError, match=said):
-            finish(run.resume(Path("run"), given))
+            resume(Path("run"), given)
         assert before is None or contents(Path("run")) == before, said
         assert not Path("longer").exists()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpmac_cli import PrivateStep, ball, clipped_grad
+from dpmac_cli import PrivateStep, clipped_grad
 from dpmac_cli.dp.clipping.batches import Structure, tensors_in
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.models.trial_samples import Objective, fitted
 from dpmac_cli.randomness.sampling import Poisson
 from dpmac_cli.training.chunks import ChunkedSum

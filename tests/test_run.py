@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import files
+from dpmac_cli import files, load
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.release.prediction import score
 from dpmac_cli.release.sentences import SENTENCES
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import trainer as assembly
@@ -97,7 +96,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     modes = {(finished.folder / name).stat().st_mode & 0o777 for name in PUBLIC_FILES}
     assert modes == {0o644}
     assert report_of(finished.folder) == finished.report
-    assert score(finished.folder, None, None, "cpu").result.samples == 360
+    assert load(finished.folder, device="cpu").score(None, data_dir=None).samples == 360
 
 
 @pytest.mark.promise("target")
@@ -123,7 +122,7 @@ def test_a_stop_ends_the_run_with_everything_written() -> None:
     assert (report["events"][0]["steps"], metrics_of(finished.folder)[-1]["step"]) == (2, 2)
     assert report["epsilon"] == total_epsilon((TrainingEvent(RATE, SIGMA, 2),), 1e-5)
     assert published(finished.folder) == PUBLIC_FILES
-    result = score(finished.folder, None, None, "cpu").result
+    result = load(finished.folder, device="cpu").score(None, data_dir=None)
     assert result.accuracy == report["scores"]["accuracy"]["value"]
 
 

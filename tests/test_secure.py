@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.dp.mechanism import SecureMechanism
 from dpmac_cli.randomness.keystream import KeyStream, Stretch, make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.run import Run
 from dpmac_cli.release.sentences import SENTENCES
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import (
     after,
@@ -27,7 +27,7 @@ from tests.digits_runs import (
 NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0] == "randomness")
 
 
-def randomness(finished: Finished) -> Mapping[str, Any]:
+def randomness(finished: Run) -> Mapping[str, Any]:
     report = finished.report
     return {"secure": report["secure"], "statement": report["sentences"]["randomness"]}
 
@@ -77,10 +77,10 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 @pytest.mark.promise("secure")
 def test_a_resume_into_another_folder_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
-    first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
+    first = finish(train_plan(digits_config(steps=9, out="run"), after(5)))
     assert randomness(first) == {"secure": False, "statement": PLAINLY}
-    second = finish(run.resume(Path("run"), {"secure": True, "out": "second"}))
+    second = resume(Path("run"), {"secure": True, "out": "second"})
     assert [event["steps"] for event in second.report["events"]] == [5, 4]
     assert randomness(second) == {"secure": False, "statement": BOTH_WAYS}
-    third = finish(run.resume(Path("second"), {"steps": "12", "out": "third"}))
+    third = resume(Path("second"), {"steps": "12", "out": "third"})
     assert randomness(third) == {"secure": False, "statement": BOTH_WAYS}

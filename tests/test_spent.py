@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import events_of
-from dpmac_cli.release.run import RunEvent, finish
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import RunEvent, finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger, prepare, trainer
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies import results as compare
@@ -145,9 +145,9 @@ def test_epsilon_is_never_below_what_was_spent(
 ) -> None:
     draw, truth = random.Random(seed), Truth(monkeypatch)
     kills, lost, steps, where = 0, False, STEPS, RUN
-    begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
+    begin: Callable[[], Iterator[RunEvent]] = functools.partial(train_plan, start(**scores))
     for attempt in range(6):
-        ended: Finished | None = None
+        ended: Run | None = None
         try:
             with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
                 ended = finish(begin())
@@ -173,9 +173,11 @@ def test_epsilon_is_never_below_what_was_spent(
         longer = {"steps": str(steps := steps + 4)}
         change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
-        begin = functools.partial(run.resume, where, {}, stop)
+        begin = functools.partial(resume_folder, where, {}, stop)
         if change:
-            begin = functools.partial(run.resume, where, {**change, "out": f"run-{attempt}"}, stop)
+            begin = functools.partial(
+                resume_folder, where, {**change, "out": f"run-{attempt}"}, stop
+            )
 
 
 @pytest.fixture
@@ -193,7 +195,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Truth:
     with monkeypatch.context() as patch:
         patch.setattr(GaussianMechanism, "release", released)
         with pytest.raises(Killed):
-            finish(run.train(start()))
+            finish(train_plan(start()))
     return truth
 
 
@@ -205,10 +207,10 @@ def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     assert (checkpoint.read(RUN).step, spent.begun) == (12, 15)
     part = ledger.Ledger(run=RUN, earlier=spent.past, event=spent.event, base=12, begun=14)
     part.record()
-    stopped = finish(run.resume(RUN, {}, after(1)))
+    stopped = finish(resume_folder(RUN, {}, after(1)))
     assert stopped.report["network"]["steps"] == 13
     assert [event["steps"] for event in stopped.report["events"]] == [15, 2, 1]
-    last = finish(run.resume(RUN, ELSEWHERE))
+    last = resume(RUN, ELSEWHERE)
     assert [event["steps"] for event in last.report["events"]][:3] == [15, 2, 1]
     assert last.report["epsilon"] >= killed.epsilon() * (1 - 1e-9)
 
@@ -219,9 +221,9 @@ def test_the_ledger_of_an_earlier_session_is_refused() -> None:
     """A backup puts it back, and it does not know the steps since."""
     file = RUN / folder.CHECKPOINTS / ledger.FILE
     before = file.read_bytes()
-    finish(run.resume(RUN, {}, after(1)))
+    finish(resume_folder(RUN, {}, after(1)))
     file.write_bytes(before)
-    for continued in (run.resume(RUN), run.resume(RUN, ELSEWHERE)):
+    for continued in (resume_folder(RUN), resume_folder(RUN, ELSEWHERE)):
         with pytest.raises(InputError, match=r"spent\.json is missing or damaged"):
             finish(continued)
 
@@ -238,7 +240,7 @@ def test_a_step_is_reserved_before_it_begins(steps: int, monkeypatch: pytest.Mon
         return draw(trainer)
 
     monkeypatch.setattr(Trainer, "_draw", begun)
-    finish(run.train(start(steps=steps), after(10)))
+    finish(train_plan(start(steps=steps), after(10)))
     assert len(ahead) == 10
     assert min(ahead) == 1
     assert max(ahead) == 1 + steps // 100
@@ -265,7 +267,7 @@ def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int) -> None:
 
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(run.train(study.runs[0].plan, data=digits()))
+        list(train_plan(study.runs[0].plan, data=digits()))
 
 
 def counted_in(study: Grid) -> list[int]:
@@ -364,7 +366,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_no_checkpoint_beside_another_ledg
 @pytest.mark.promise("ledger")
 def test_a_killed_run_beside_a_study_is_charged_with_its_score() -> None:
     """It is released once somebody resumes the run."""
-    events = run.train(start(**SCORED))
+    events = train_plan(start(**SCORED))
     next(events)
     events.close()  # type: ignore[attr-defined]
     assert [event.records for event in events_of(RUN)] == ["training", "test"]
@@ -376,14 +378,14 @@ def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its report is removed as it is resumed."""
-    finish(run.train(start(), after(6)))
-    events = run.resume(RUN, {})
+    finish(train_plan(start(), after(6)))
+    events = resume_folder(RUN, {})
     next(events)
     events.close()  # type: ignore[attr-defined]
     assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
-    finish(run.resume(RUN, {}, after(2)))
+    finish(resume_folder(RUN, {}, after(2)))
     assert [event.steps for event in events_of(RUN)] == [6, 2]
-    events = run.resume(RUN, {})
+    events = resume_folder(RUN, {})
     next(events)
     events.close()  # type: ignore[attr-defined]
     assert [event.steps for event in events_of(RUN)] == [6, 2, STEPS - 8]

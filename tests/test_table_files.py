@@ -21,7 +21,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from dpmac_cli import from_dataframe, score
+import dpmac_cli
+from dpmac_cli import from_dataframe
 from dpmac_cli.data.column_schema import Column, as_cell
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.dataset import Declaration
@@ -29,6 +30,7 @@ from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
 from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.release import prediction
 from tests.helpers import declared, inspect, load, notes_on
 from tests.pairwise import all_pairs
 from tests.typed import dpmac
@@ -292,10 +294,15 @@ def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
     after = dpmac("eval", "run", "--json")
     assert (after.exit_code, after.stdout) == (0, before.stdout), after.output
     frame = pd.read_csv("stays.csv", sep=";", dtype=str, keep_default_na=False)
-    same = score("run", from_dataframe(frame, yaml.safe_load(EXPORT)))
+    same = prediction.score(
+        dpmac_cli.load("run").released, from_dataframe(frame, yaml.safe_load(EXPORT))
+    )
     assert same.result.samples == json.loads(after.stdout)["samples"]
     with pytest.raises(ModelError, match="a schema with other columns than the one that run/model"):
-        score("run", from_dataframe(frame, yaml.safe_load(EXPORT.replace("1000", "1"))))
+        prediction.score(
+            dpmac_cli.load("run").released,
+            from_dataframe(frame, yaml.safe_load(EXPORT.replace("1000", "1"))),
+        )
 
 
 def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
+from dpmac_cli import ArrayData, from_dataframe, load
 from dpmac_cli.config import encoders
 from dpmac_cli.config.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
 from dpmac_cli.config.facts import InMemoryData
@@ -35,7 +35,9 @@ from dpmac_cli.features.texts import (
 )
 from dpmac_cli.models.language_model import on_texts
 from dpmac_cli.models.trained_part import LoraLinear, freeze
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.train import finish, train_plan
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import run_trainer
@@ -399,7 +401,7 @@ def test_no_record_rounds_another(part: str) -> None:
 
 
 def trained(data: InMemoryData | str | None = None, **more: Any) -> dict[str, Any]:
-    return dict(finish(train(plan(data or some_notes(), tokens=16, **more))).report)
+    return dict(finish(train_plan(plan(data or some_notes(), tokens=16, **more))).report)
 
 
 @pytest.mark.parametrize("part", rest_long(["lora", "norm", "all"]))
@@ -418,10 +420,10 @@ def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
     count = load_model("run").model
     assert report["network"]["trained"] <= sum(p.numel() for p in count.parameters())
     Path("encoder").rename("elsewhere")  # the model has what it needs
-    assert score("run").result.accuracy == report["scores"]["accuracy"]["value"]
+    assert load("run").score().accuracy == report["scores"]["accuracy"]["value"]
     texts = [text for text, _ in notes(3, seed=4)]
-    together = predict("run", texts).probabilities
-    alone = [predict("run", [text]).probabilities[0] for text in texts]
+    together = load("run").predict(texts).probabilities
+    alone = [load("run").predict([text]).probabilities[0] for text in texts]
     assert np.array_equal(together, np.stack(alone))
 
 
@@ -479,4 +481,4 @@ def test_a_folder_of_every_family_trains_two_steps(family: str, part: str) -> No
     data = some_notes(40)
     report = trained(data, train=part, steps=2)
     assert report["events"][0]["steps"] == 2
-    assert score("run", data).result.accuracy == report["scores"]["accuracy"]["value"]
+    assert load("run").score(data).accuracy == report["scores"]["accuracy"]["value"]

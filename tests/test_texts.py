@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dpmac_cli import ArrayData, predict, resolve, score
+from dpmac_cli import ArrayData, load
 from dpmac_cli.config.encoders import read_encoder
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
@@ -25,8 +25,10 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.features.class_names import NAME_SCALE
 from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release import prediction
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.runs.resolve import resolve
 from tests.tiny_bert import (
     VOCABULARY,
     WIDTH,
@@ -78,7 +80,7 @@ def plan(dataset: str | InMemoryData = "notes.csv", **more: Any) -> Plan:
 
 def trained(dataset: str | InMemoryData = "notes.csv", **more: Any) -> dict[str, Any]:
     """Train, and return the report."""
-    return dict(finish(train(plan(dataset, **more))).report)
+    return dict(finish(train_plan(plan(dataset, **more))).report)
 
 
 def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
@@ -92,14 +94,16 @@ def test_a_model_is_published_without_its_encoder_which_is_found_again() -> None
     report = trained()
     assert Path("run", "model.safetensors").stat().st_size < 20_000
     table("new.csv", 10, seed=1)
-    expected = predict("run", "new.csv").probabilities
+    expected = load("run").predict("new.csv").probabilities
     Path("encoder").rename("elsewhere")
     with pytest.raises(InputError) as caught:
-        predict("run", "new.csv")
+        load("run").predict("new.csv")
     assert "was trained on features of the public network encoder (SHA-256" in str(caught.value)
     assert "Add --public with the folder of its encoder" in str(caught.value)
-    assert score("run", public="elsewhere").result.accuracy == report["scores"]["accuracy"]["value"]
-    assert np.array_equal(predict("run", "new.csv", public="elsewhere").probabilities, expected)
+    assert load("run", public="elsewhere").score().accuracy == report["scores"]["accuracy"]["value"]
+    assert np.array_equal(
+        load("run", public="elsewhere").predict("new.csv").probabilities, expected
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -117,7 +121,7 @@ def test_another_encoder_than_that_of_training_is_refused(name: str) -> None:
         form = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps(form | {"layer_norm_eps": 1e-3}), encoding="utf-8")
     with pytest.raises(InputError) as caught:
-        score("run", public="other")
+        prediction.score(load("run", public="other").released)
     assert "was trained on" in str(caught.value)
 
 
@@ -206,7 +210,7 @@ def test_no_text_is_in_anything_that_is_written_or_said(
     said += refused(given, tokens=16) + refused(given, backbone=None)
     for new in (spoilt, *CANARIES, CANARIES[0] * 100):
         with pytest.raises(InputError) as caught:
-            predict("run", new)
+            load("run").predict(new)
         said += str(caught.value)
     said += "".join(capfd.readouterr())
     reader = read_encoder("encoder").reader(16)

@@ -22,20 +22,19 @@ from dpmac_cli import (
     ArrayData,
     BudgetError,
     InputError,
-    ModelError,
     Poisson,
     PrivateStep,
-    load_model,
     make_private,
-    resolve,
     total_epsilon,
 )
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import SEED_GIVEN
-from dpmac_cli.release.model_file import _account
+from dpmac_cli.errors import ModelError
+from dpmac_cli.release.model_file import _account, load_model
 from dpmac_cli.release.model_file import load_model as loaded
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
 from dpmac_cli.runs.ledger import Ledger
+from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.carried_accounts import attach, carried_by
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits
@@ -462,16 +461,16 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "out/report.json").read_text())
     assert facts["events"]
     config = resolve(SETTINGS, dataset="digits", model="linear").plan
-    from dpmac_cli import finish, train  # noqa: PLC0415
+    from dpmac_cli import train  # noqa: PLC0415
 
-    finish(train(resolve(SETTINGS, dataset="digits", out=str(tmp_path / "run")).plan))
+    train(SETTINGS, dataset="digits", out=str(tmp_path / "run"))
     loaded = load_model(tmp_path / "run").model
     again = make_private(loaded, "digits", **SETTINGS)
     assert again.epsilon == total_epsilon((config.event,), config.settings.delta)
 
 
 @pytest.mark.promise("again")
-def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Finished) -> None:
+def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Run) -> None:
     header: Any = loaded(finished.folder).header
     for seeded in (True, False):
         [event] = header.events

@@ -32,8 +32,8 @@ from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as running
 from dpmac_cli.runs.resolve import resolve
@@ -48,6 +48,7 @@ from dpmac_cli.studies.search import (
 )
 from dpmac_cli.studies.tune import carry_out_search, covered_score
 from tests.digits_runs import metrics_of, report_of
+from tests.helpers import unread
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("search")
@@ -75,7 +76,7 @@ class Trainer:
     def __init__(self, scores: list[float | None]) -> None:
         self.scores, self.rates = list(scores), list[str]()
 
-    def __call__(self, plan: Plan, stop: Callable[[], bool], data: Data) -> Iterator[Finished]:
+    def __call__(self, plan: Plan, stop: Callable[[], bool], data: Data) -> Iterator[Run]:
         del data
         assert plan.settings.out is not None
         where = plan.settings.out
@@ -85,7 +86,7 @@ class Trainer:
         (where / folder.CHECKPOINTS / folder.STATE).write_text("state")
         self.rates.append(str(plan.optimizer.lr))
         if stop():
-            yield Finished({"state": "interrupted"}, where)
+            yield Run({"state": "interrupted"}, where, unread)
             return
         score = self.scores.pop(0)
         if score is None:
@@ -96,7 +97,7 @@ class Trainer:
             files.write_atomically(where / name, text.encode())
         folder.seal(where)
         print(score)  # noqa: T201  (as a network may)
-        yield Finished(report, where)
+        yield Run(report, where, unread)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     fake = Trainer([*SCORES, *SCORES])
-    monkeypatch.setattr(tuning, "train", fake)
+    monkeypatch.setattr(tuning, "train_plan", fake)
     return fake
 
 
@@ -128,7 +129,7 @@ def assert_only_the_winner_is_left(score: float) -> None:
 def test_only_the_best_trial_is_left(
     draws: list[int], trained: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = finish(carry_out_search(space()))
+    done = carry_out_search(space())
     assert (done.folder, done.report["scores"]["accuracy"]["value"]) == (OUT, max(SCORES[:3]))
     assert len(trained.rates) == len(set(trained.rates)) == 3  # as many as were drawn
     assert draws == [3]
@@ -138,14 +139,14 @@ def test_only_the_best_trial_is_left(
 
 def test_an_earlier_trial_may_win(trained: Trainer) -> None:
     trained.scores = [0.57721566, None, 0.27182818]
-    finish(carry_out_search(space()))
+    carry_out_search(space())
     assert_only_the_winner_is_left(0.57721566)
 
 
 def test_nothing_else_is_visible_while_it_goes_on(
     trained: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def watched(*args: Any) -> Iterator[Finished]:
+    def watched(*args: Any) -> Iterator[Run]:
         for event in trained(*args):
             secret = secret_place(OUT)
             assert not [*Path().iterdir()]
@@ -153,8 +154,8 @@ def test_nothing_else_is_visible_while_it_goes_on(
             assert stat.S_IMODE(secret.stat().st_mode) == 0o700
             yield event
 
-    monkeypatch.setattr(tuning, "train", watched)
-    finish(carry_out_search(space()))
+    monkeypatch.setattr(tuning, "train_plan", watched)
+    carry_out_search(space())
 
 
 def changed() -> Iterator[Path]:
@@ -184,13 +185,13 @@ def test_no_time_in_a_folder_tells_when_the_search_began(
     for path in [*changed()]:
         os.utime(path, (EARLIER, EARLIER))
 
-    def aged(*args: Any) -> Iterator[Finished]:
+    def aged(*args: Any) -> Iterator[Run]:
         yield from trained(*args)
         for path in [*changed()]:
             os.utime(path, (DURING, DURING))
 
-    monkeypatch.setattr(tuning, "train", aged)
-    finish(carry_out_search(replace(space(), out=Path(out))))
+    monkeypatch.setattr(tuning, "train_plan", aged)
+    carry_out_search(replace(space(), out=Path(out)))
     times = {path: path.stat().st_mtime for path in changed()}
     assert min(times.values()) > DURING
     assert {Path(out).absolute(), *Path(out).absolute().iterdir()} <= times.keys()
@@ -201,7 +202,7 @@ def test_no_time_in_a_folder_tells_when_the_search_began(
 def test_a_search_is_refused_at_once_where_its_folder_cannot_be_made(trained: Trainer) -> None:
     Path("file").touch()
     with pytest.raises(InputError, match="file/out cannot be written"):
-        finish(carry_out_search(replace(space(), out=Path("file/out"))))
+        carry_out_search(replace(space(), out=Path("file/out")))
     assert not trained.rates
     assert [path.name for path in Path().iterdir()] == ["file"]
 
@@ -209,13 +210,13 @@ def test_a_search_is_refused_at_once_where_its_folder_cannot_be_made(trained: Tr
 def test_two_searches_for_one_folder_are_refused(
     trained: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def again(*args: Any) -> Iterator[Finished]:
+    def again(*args: Any) -> Iterator[Run]:
         with pytest.raises(InputError, match="in use by another"):
-            finish(carry_out_search(space()))
+            carry_out_search(space())
         return trained(*args)
 
-    monkeypatch.setattr(tuning, "train", again)
-    finish(carry_out_search(space()))
+    monkeypatch.setattr(tuning, "train_plan", again)
+    carry_out_search(space())
     assert_only_the_winner_is_left(max(SCORES[:3]))
 
 
@@ -233,7 +234,7 @@ class Telling:
         logging.getLogger("network").critical(said)
         for done in range(3):
             progress.report(done, 2, Path(said), said)
-        yield from train(plan, stop, data)
+        yield from train_plan(plan, stop, data)
         if self.left:
             raise DivergedError(1)
 
@@ -254,13 +255,12 @@ def test_no_file_of_a_search_depends_on_the_number_of_trials(
     found = []
     for number in (1, 4):
         draws[:] = [number]
-        monkeypatch.setattr(tuning, "train", Telling(number))
-        events = [*carry_out_search(space())]
+        monkeypatch.setattr(tuning, "train_plan", Telling(number))
+        run = carry_out_search(space())
         files_of = {p.name: (p.stat().st_mode, p.read_bytes()) for p in OUT.iterdir()}
-        found.append((events, files_of))
+        found.append((run.report, files_of))
         shutil.rmtree(OUT)
     assert found[0] == found[1]
-    assert len(found[0][0]) == 1
     assert not caplog.records
 
 
@@ -279,7 +279,7 @@ def test_no_screen_or_log_tells_the_number_of_trials(
     for number in (1, 4):
         draws[:] = [number]
         trials = Telling(number)
-        monkeypatch.setattr(tuning, "train", trials)
+        monkeypatch.setattr(tuning, "train_plan", trials)
         if how == "terminal":
             monkeypatch.setenv("FORCE_COLOR", "1")
         if how == "killed":
@@ -331,30 +331,30 @@ def test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up(
         os.chdir(where)
         with monkeypatch.context() as patch:
             patch.setattr(Trials, "draw", lambda _: 3)
-            patch.setattr(tuning, "train", Trainer([*SCORES, *SCORES]))
+            patch.setattr(tuning, "train_plan", Trainer([*SCORES, *SCORES]))
             with patch.context() as killing:
                 count = kill_at(killing, number)
                 try:
-                    finish(carry_out_search(of))
+                    carry_out_search(of)
                     break
                 except Killed:
                     pass
-            patch.setattr(tuning, "train", Trainer([*SCORES, *SCORES]))
+            patch.setattr(tuning, "train_plan", Trainer([*SCORES, *SCORES]))
             if any((OUT / name).exists() for name in folder.PUBLISHED):  # released in part
                 with pytest.raises(InputError):
-                    finish(carry_out_search(of))
+                    carry_out_search(of)
                 continue
-            finish(carry_out_search(of))
+            carry_out_search(of)
             assert_only_the_winner_is_left(max(SCORES[:3]))
     assert count[0] > 20
 
 
 def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     with pytest.raises(KeyboardInterrupt):
-        finish(carry_out_search(space(), lambda: len(trained.rates) == 2))
+        carry_out_search(space(), lambda: len(trained.rates) == 2)
     assert not [*Path().iterdir()]
     assert not secret_place(OUT).exists()
-    finish(carry_out_search(space()))
+    carry_out_search(space())
     assert len(trained.rates) == 5
 
 
@@ -362,14 +362,14 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
     """Its checkpoint says that its cost is not that of one run."""
 
     def copied(plan: Plan, *args: Any) -> Iterator[Any]:
-        yield from train(plan, *args)
+        yield from train_plan(plan, *args)
         assert plan.settings.out is not None
         shutil.copytree(plan.settings.out, "copy")
         raise RunError("memory ran out")
 
-    monkeypatch.setattr(tuning, "train", copied)
+    monkeypatch.setattr(tuning, "train_plan", copied)
     with pytest.raises(RunError):
-        finish(carry_out_search(space()))
+        carry_out_search(space())
     for flags in (["--resume", "copy"], ["--resume", "copy", "--out", "new", "--steps", "9"]):
         result = dpmac("train", *flags)
         assert result.exit_code == 2
@@ -391,7 +391,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchSpa
         patch.chdir(where)
         patch.setattr(Trials, "draw", lambda _: 3)
         of = space()
-        finish(carry_out_search(of))
+        carry_out_search(of)
     return where / OUT, of
 
 
@@ -628,10 +628,10 @@ def test_no_advice_names_a_flag_that_a_search_does_not_have(trained: Trainer) ->
     with pytest.raises(InputError) as failure:
         plan_search({"dataset": "digits", "model": "linear", "metric": "auroc"})
     said += str(failure.value).splitlines()
-    finish(carry_out_search(space()))
+    carry_out_search(space())
     (OUT / folder.CONFIG).write_text(HEADER)
     with pytest.raises(InputError) as failure:
-        finish(carry_out_search(space()))
+        carry_out_search(space())
     said += str(failure.value).splitlines()
     assert [" or dpmac train without --cover-scores" in text for text in said] == [True, False]
     assert "Use accuracy, or" in said[0]

@@ -13,12 +13,12 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from dpmac_cli import ArrayData
+from dpmac_cli import ArrayData, resume
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data.units import Units, units_in, units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
-from dpmac_cli.release import run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training import chunks
 from dpmac_cli.training.augmentation import views_of
@@ -282,10 +282,10 @@ def test_covered_scores_do_not_go_on_with_another_number_of_units() -> None:
         return str(write_npz(**tested, unit_test=1000 + np.arange(40) % (40 // per_unit)))
 
     settings = {"dataset": write(2), "sigma": "6", "steps": "4", "cover_scores": True}
-    run.finish(run.train(resolve({**settings, "out": "stopped"}).plan, after(2)))
+    finish(train_plan(resolve({**settings, "out": "stopped"}).plan, after(2)))
     write(4)
     with pytest.raises(InputError, match="numbers of records are not those"):
-        run.finish(run.resume("stopped", {}))
+        resume("stopped", {})
 
 
 @pytest.mark.long

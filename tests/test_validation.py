@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
-from dpmac_cli import ArrayData, load_model, make_private, predict
+from dpmac_cli import ArrayData, load, make_private
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import BuiltIn, parse_model
 from dpmac_cli.dp.clipping.batches import Structure
@@ -29,7 +29,8 @@ from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models.build import build_model, without_batch_norm
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.validation import check_model
-from dpmac_cli.release.run import train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.training.clipped_grad import clipped_grad
 from tests.digits_runs import run_trainer
@@ -498,7 +499,7 @@ def settings(model: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.promise("alone")
 def test_a_run_of_a_network_that_mixes_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(ModelError, match=r"for a batch than for one.*add --isolate"):
-        list(train(resolve(**settings("Mixing")).plan))
+        list(train_plan(resolve(**settings("Mixing")).plan))
     run_trainer(resolve(**settings("Mixing", isolate=True)).plan)
 
 
@@ -542,7 +543,7 @@ def test_a_network_gets_records_in_the_shape_of_the_array(kind: str, tmp_path: P
         net(private.standardise(x))
     watched.remove()
     private.publish(tmp_path / "run")
-    assert len(predict(tmp_path / "run", x.double().numpy(), network=build).probabilities) == 7
+    assert len(load(tmp_path / "run", network=build).predict(x.double().numpy()).probabilities) == 7
     assert load_model(tmp_path / "run", network=build).header.data.records.shape == shape
     assert seen == {shape}
 

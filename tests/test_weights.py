@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.utils.data import TensorDataset
 
-from dpmac_cli import (
-    ArrayData,
-    InputError,
-    ModelError,
-    Poisson,
-    PrivateStep,
-    ball,
-    clipped_grad,
-    ellipsoid,
-    make_private,
-)
+from dpmac_cli import ArrayData, InputError, Poisson, PrivateStep, clipped_grad, make_private
 from dpmac_cli.config.class_weights import class_weights, mean_weight
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
@@ -33,8 +23,9 @@ from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import build_loss, build_weights
-from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.weights import RecordWeights, Weigh, WeightsApart, bounded
+from dpmac_cli.errors import ModelError
 from dpmac_cli.release.card import answered_card
 from dpmac_cli.runs.resolve import resolve
 from tests.conftest import every_optimizer

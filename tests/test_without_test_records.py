@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpmac_cli import ArrayData, predict, score
+from dpmac_cli import ArrayData, load, resume
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.data.published import read_published
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import prediction
 from dpmac_cli.release.card import run_page
-from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import read_report
-from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Update
@@ -32,20 +33,20 @@ def rows(**declared: Any) -> ArrayData:
     return ArrayData(x, train.y[:RECORDS], low=0, high=16, classes=[*"0123456789"], **declared)
 
 
-def trained(out: Path, **settings: Any) -> tuple[list[Any], Finished]:
+def trained(out: Path, **settings: Any) -> tuple[list[Any], Run]:
     """Train on all of the rows for two epochs; return what happened."""
     given = {"dataset": rows(), "test_fraction": 0, "sigma": 6, "epochs": 2, "device": "cpu"}
-    events = [*train(resolve(**{**given, **settings}, out=out))]
+    events = [*train_plan(resolve(**{**given, **settings}, out=out))]
     return events, finish(events)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Finished]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Run]:
     """A run on all records."""
     return trained(tmp_path_factory.mktemp("all") / "run")
 
 
-def test_all_records_are_trained_on_and_none_is_scored(run: tuple[list[Any], Finished]) -> None:
+def test_all_records_are_trained_on_and_none_is_scored(run: tuple[list[Any], Run]) -> None:
     events, last = run
     assert last.report["data"]["train_size"] == RECORDS
     assert last.report["data"]["test_size"] == 0
@@ -59,7 +60,7 @@ def test_all_records_are_trained_on_and_none_is_scored(run: tuple[list[Any], Fin
 
 
 def test_no_file_of_it_has_a_score_or_mentions_test_records(
-    run: tuple[list[Any], Finished],
+    run: tuple[list[Any], Run],
 ) -> None:
     where = run[1].folder
     for name in (folder.CARD, folder.METRICS):
@@ -74,22 +75,24 @@ def test_no_file_of_it_has_a_score_or_mentions_test_records(
 
 
 def test_it_predicts_and_its_test_records_are_those_that_are_named(
-    run: tuple[list[Any], Finished],
+    run: tuple[list[Any], Run],
 ) -> None:
     where = run[1].folder
     x = np.zeros((3, 64), np.float32)
-    assert predict(where, x).probabilities.shape == (3, 10)
+    assert load(where).predict(x).probabilities.shape == (3, 10)
     with pytest.raises(InputError, match="none to test on"):
-        score(where, rows())
+        prediction.score(load(where).released, rows())
 
 
 def test_it_is_resumed_without_test_records(tmp_path: Path) -> None:
     asked = iter(range(100))
     given: dict[str, Any] = {"dataset": rows(), "test_fraction": 0, "device": "cpu"}
     given |= {"sigma": 6, "epochs": 2}
-    stopped = finish(train(resolve(**given, out=tmp_path / "run"), stop=lambda: next(asked) >= 2))
+    stopped = finish(
+        train_plan(resolve(**given, out=tmp_path / "run"), stop=lambda: next(asked) >= 2)
+    )
     assert stopped.state == "interrupted"
-    ended = finish(resume(stopped.folder, dataset=rows()))
+    ended = resume(stopped.folder, dataset=rows())
     assert (ended.state, ended.report["scores"]) == ("finished", None)
 
 

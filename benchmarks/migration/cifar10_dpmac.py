@@ -4,7 +4,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from dpmac_cli import Moments, PrivateMean, make_private, register_optimizer
+from dpmac_cli import make_private, register_optimizer
+from dpmac_cli.dp.mechanism import PrivateMean
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.optim.dp_sgd import DPSGD
 
 

@@ -29,8 +29,8 @@ from dpmac_cli.errors import (
     explain_os_error,
 )
 from dpmac_cli.progress import Computing, heard_by
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Started, Update
 from dpmac_cli.tasks.operating_point import MOST_LIKELY
@@ -101,7 +101,7 @@ class RunDisplay:
                     note = f"memory ran out in step {event.event.step}: continuing with"
                     self.print(Text(f"{note} {event.chunk} samples at a time", ATTENTION))
                 self._move(event)
-            case Finished():
+            case Run():
                 self.close()
                 self.print(*(Text(f"note: {doubt}", "red") for doubt in self._doubts))
                 self.print(*summary(event, self._plan.settings.metric))
@@ -280,7 +280,7 @@ def _beside(scores: Mapping[str, Any], metric: EvaluationMetric) -> str:
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 
-def summary(event: Finished, metric: str) -> Iterator[Text]:
+def summary(event: Run, metric: str) -> Iterator[Text]:
     """Yield the result of a run: its score, its privacy cost, its files, and what to do next.
 
     Args:
@@ -405,7 +405,7 @@ def follow(
     events: Iterator[RunEvent],
     display: RunDisplay,
     stop_asked: Callable[[], bool],
-) -> Finished:
+) -> Run:
     """Show the events of a run until it ends.
 
     Args:
@@ -427,7 +427,7 @@ def follow(
                     stopping = True
                     display.stopping()
                 display.show(event)
-                if isinstance(event, Finished):
+                if isinstance(event, Run):
                     return event
     except (KeyboardInterrupt, OSError, RunError) as failure:
         if where is None:

@@ -23,6 +23,7 @@ __all__ = (
     "resolve",
     "run",
     "table",
+    "training",
     "tune",
     "workers",
 )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dpmac_cli.cli import display
     from dpmac_cli.data import cache, csv_file, kinds, table
     from dpmac_cli.release import attack, audit, prediction, report, run
+    from dpmac_cli.release import train as training
     from dpmac_cli.runs import environment, folder, resolve, workers
     from dpmac_cli.studies import ray_cluster, tune
     from dpmac_cli.training import distributed
@@ -49,6 +51,7 @@ else:
     report = OnFirstUse("dpmac_cli.release.report")
     resolve = OnFirstUse("dpmac_cli.runs.resolve")
     run = OnFirstUse("dpmac_cli.release.run")
+    training = OnFirstUse("dpmac_cli.release.train")
     table = OnFirstUse("dpmac_cli.data.table")
     tune = OnFirstUse("dpmac_cli.studies.tune")
     workers = OnFirstUse("dpmac_cli.runs.workers")

@@ -183,7 +183,8 @@ def evaluate(
         _judge(result, verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
-        scored = late.prediction.score(run, dataset, data_dir, device, model, public=public)
+        loaded = late.run.load(run, device=device, factory=model, public=public)
+        scored = late.prediction.score(loaded.released, dataset, data_dir)
     if dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
@@ -228,9 +229,9 @@ def predict(
             faults.append(f"{path} does not exist.{remedy}")
     raise_errors(faults)
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
-        predictions = late.prediction.predict(
-            *(run, data, device, model),
-            public=public,
+        loaded = late.run.load(run, device=device, factory=model, public=public)
+        predictions = loaded.predict(
+            data,
             skip_bad=skip_bad,
             id_column=id,
             length=length,

@@ -20,7 +20,7 @@ from dpmac_cli.files import to_json
 from dpmac_cli.training.memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from dpmac_cli.release.publish import Finished
+    from dpmac_cli.release.run import Run
     from dpmac_cli.training.distributed import Ranks
 
 
@@ -102,16 +102,16 @@ def _train(
         display = late.display.RunDisplay(console.for_display(quiet, json))
     with stop_request() as stop_asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = late.run.train(resolved, stop_asked, ranks=ranks)
+            events = late.training.train_plan(resolved, stop_asked, ranks=ranks)
         elif run:
-            events = late.run.resume(run, settings, stop_asked, ranks=ranks)
+            events = late.training.resume_folder(run, settings, stop_asked, ranks=ranks)
         finished = late.display.follow(events, display, stop_asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
 
 
-def _end(finished: "Finished") -> None:
+def _end(finished: "Run") -> None:
     """Exit with the code of a run that ended before its last step, and print how to resume it."""
     where, so_far = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":

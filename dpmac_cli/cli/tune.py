@@ -64,7 +64,7 @@ def tune(
     screen.print(Text(f"writing {space.out}", style="dim"))
     with console.waiting(quiet, "searching"), stop_request() as stop_asked:
         try:
-            [finished] = late.tune.carry_out_search(space, stop_asked)
+            finished = late.tune.carry_out_search(space, stop_asked)
         except KeyboardInterrupt:
             stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
     if json:

@@ -1,8 +1,8 @@
 """Private classifiers and regressors as estimators of scikit-learn.
 
-They are a door to :func:`dpmac_cli.train` and :func:`dpmac_cli.predict`: a fit is a run on all of
-its records, without test records, and what it publishes is kept in memory. Out of scope: weights of
-single records, sparse matrices, and fits that continue others.
+They are a door to :func:`dpmac_cli.train` and :meth:`dpmac_cli.Run.predict`: a fit is a run on all
+of its records, without test records, and what it publishes is kept in memory. Out of scope: weights
+of single records, sparse matrices, and fits that continue others.
 """
 
 import math
@@ -34,8 +34,9 @@ from dpmac_cli.estimators.records import (
     words_in,
 )
 from dpmac_cli.files import write_atomically
-from dpmac_cli.release.prediction import Predictions, predict
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.prediction import Predictions
+from dpmac_cli.release.run import load
+from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.resolve import resolve
 
@@ -124,7 +125,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             protected = resolved.plan.account_unit[0], ""  # arrays and frames name it otherwise
             if self.budget is not None:
                 self.budget.begin(resolved.plan.planned, protected)
-            finished = finish(train(resolved))
+            finished = finish(train_plan(resolved))
             self._files = {
                 name: (run / name).read_bytes()
                 for name in (*folder.PUBLISHED, folder.SUMS)
@@ -145,7 +146,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         with tempfile.TemporaryDirectory() as place:
             for name, content in self._files.items():
                 (Path(place) / name).write_bytes(content)
-            return predict(place, X, device=self.device or "cpu", **settings)
+            return load(place, device=self.device or "cpu").predict(X, **settings)
 
     def _is_framed(self, X: Any) -> bool:
         """Return whether records are a data frame whose columns are declared."""

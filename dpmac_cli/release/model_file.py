@@ -61,7 +61,7 @@ class Header(Facts):
 
 @dataclass(frozen=True)
 class Released:
-    """A published model in evaluation mode, the facts published with it, and its file.
+    """A published model in evaluation mode on a device, the facts published with it, and its file.
 
     ``header`` are the facts as validated, and ``reader`` how it reads texts; None if it does not.
     """
@@ -71,6 +71,7 @@ class Released:
     path: Path
     header: Facts
     reader: TextReader | None
+    device: torch.device
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
@@ -132,7 +133,7 @@ def load_model(
     weights.adopt(model, tensors)
     attach(model, _account(facts))
     reader = _text_reader(file, tensors, features)
-    return Released(model.to(device).eval(), kept, file, facts, reader)
+    return Released(model.to(device).eval(), kept, file, facts, reader, device)
 
 
 def _add_public_weights(

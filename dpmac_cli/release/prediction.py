@@ -27,13 +27,11 @@ from dpmac_cli.data.text_folder import SUFFIX
 from dpmac_cli.dp.torch_errors import code_of_task
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
-from dpmac_cli.models.build import Network
 from dpmac_cli.models.dataset import Data, on_device, scaling_of
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.progress import report
-from dpmac_cli.release.model_file import Released, load_model
+from dpmac_cli.release.model_file import Released
 from dpmac_cli.release.report import Facts
-from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.resolve import settings_of_data
 from dpmac_cli.tasks.regression import Regression
@@ -57,33 +55,8 @@ class Scored:
     point: str = ""
 
 
-def score(
-    path: Path | str,
-    dataset: Any = None,
-    data_dir: Path | str | None = None,
-    device: str = "auto",
-    factory: str | None = None,
-    network: Network | None = None,
-    public: Path | str | None = None,
-) -> Scored:
-    """Score a published model on the whole test split.
-
-    Args:
-        path: a run folder or a model file.
-        dataset: a name, the path of your own data, or records in memory; None for the dataset it
-            was trained on.
-        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
-        device: see ``--device``.
-        factory: ``FILE.py:FACTORY`` of a user-supplied model.
-        network: instead, a network of the program: see :func:`load_model`.
-        public: the public network that it was trained on: see :func:`load_model`.
-
-    Raises:
-        InputError: a file is missing or damaged.
-        ModelError: the model does not fit the dataset.
-    """
-    where = choose_device(device)
-    released = load_model(path, where, factory=factory, network=network, public=public)
+def score(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Scored:
+    """Score a published model on the whole test split; see :meth:`dpmac_cli.Run.score`."""
     file, facts = released.path, released.header
     below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
     if chosen.dataset in DATASETS:  # before its files are downloaded
@@ -91,7 +64,7 @@ def score(
     data = _data_to_score(released, below, chosen)
     known = data.facts
     return Scored(
-        result=_evaluated(released.model, facts, on_device(data, where)),
+        result=_evaluated(released.model, facts, on_device(data, released.device)),
         dataset=known.name,
         path=file,
         covered=facts.settings.cover_scores or False,
@@ -103,7 +76,7 @@ def score(
 def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Dataset:
     """Return the records that a model was trained and tested on, split as they were.
 
-    See :func:`score` for arguments and errors.
+    See :meth:`dpmac_cli.Run.score` for arguments and errors.
     """
     given = {"dataset": dataset, "data_dir": data_dir}
     return _data_to_score(released, *_settings_of_data(released, given))
@@ -317,13 +290,9 @@ class Predictions:
 
 
 def predict(
-    run: Path | str,
+    released: Released,
     data: Any,
-    device: str = "auto",
-    factory: str | None = None,
-    network: Network | None = None,
     *,
-    public: Path | str | None = None,
     skip_bad: bool = False,
     id_column: str | None = None,
     length: int | None = None,
@@ -331,38 +300,14 @@ def predict(
     threshold: str | float | None = None,
     level: float | None = None,
 ) -> Predictions:
-    """Predict the classes or numbers of new records, or continue texts.
-
-    Args:
-        run: a run folder or a model file.
-        data: a folder of images or texts, an .npz with an array x, or a table, like the model's
-            training data; or in memory the array x itself, a list of texts, a data frame, or a
-            dataset of Hugging Face.
-        device: see ``--device``.
-        factory: ``FILE.py:FACTORY`` of a user-supplied model.
-        network: instead, a network of the program: see :func:`load_model`.
-        public: the public network that it was trained on: see :func:`load_model`.
-        skip_bad: leave out unusable records instead of rejecting all.
-        id_column: column of a table to keep beside each record; by default ``id``.
-        length: number of tokens to add to a text; by default 50.
-        temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
-        threshold: operating point of two classes: "balanced", "sensitivity=0.9" or a probability;
-            by default that of the model.
-        level: share of the targets that the intervals of numbers have; by default 0.9.
-
-    Raises:
-        InputError: a file is missing or damaged, or records do not match the training data.
-        ModelError: the model cannot be built.
-    """
-    where = choose_device(device)
-    released = load_model(run, where, factory=factory, network=network, public=public)
+    """Predict for new records; see :meth:`dpmac_cli.Run.predict` for arguments and errors."""
     task = _at_level(_at(released, threshold), level, released.path)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
     _check_new(x, declared.path, released.header.data.records)
-    inputs = partial(_inputs, x, released.header.data.records, where)
+    inputs = partial(_inputs, x, released.header.data.records, released.device)
     found = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
     return Predictions(found, task, names, ids, reading.left_out, texts)

@@ -23,7 +23,8 @@ from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import trained_parts
-from dpmac_cli.release.publish import Finished, publish
+from dpmac_cli.release.publish import publish
+from dpmac_cli.release.run import Run
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
@@ -187,7 +188,7 @@ class PrivateTraining(PrivateProgram):
         return self._step.evaluate()
 
     @torch.no_grad()
-    def publish(self, out: str | Path, *, force: bool = False) -> Finished:
+    def publish(self, out: str | Path, *, force: bool = False) -> Run:
         """Write the model, its report and its card to a run folder, like ``train``.
 
         ``out`` is a new or empty folder; ``force`` replaces an existing run.
@@ -220,7 +221,7 @@ class PrivateTraining(PrivateProgram):
         with folder.locked(where):
             folder.clear(where)
             session.begin_files()
-            return publish(session)
+            return publish(session, self.model)
 
 
 def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:

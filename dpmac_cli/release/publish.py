@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,20 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.networks import UserModel, parse_model
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
+from dpmac_cli.models.build import Network
 from dpmac_cli.models.language_model import adapter_of
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
-from dpmac_cli.release.model_file import save_model
+from dpmac_cli.release.model_file import load_model, save_model
+from dpmac_cli.release.run import Run
 from dpmac_cli.release.sentences import DescribedRun, said, sentences_of
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.environment import device_name
-from dpmac_cli.runs.ledger import State, state_of
+from dpmac_cli.runs.environment import choose_device, device_name
+from dpmac_cli.runs.ledger import state_of
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.trainer import RANGES
@@ -42,25 +45,12 @@ from dpmac_cli.training.evaluation import losses
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The run has ended and its files are written; ``report`` is the content of report.json."""
-
-    report: dict[str, Any] = field(repr=False)
-    folder: Path
-
-    @property
-    def state(self) -> State:
-        """Return how the run ended."""
-        state: State = self.report["state"]
-        return state
-
-
-def publish(session: Session) -> Finished:
+def publish(session: Session, network: Network | None = None) -> Run:
     """Write the published files of a run, and their checksums last.
 
     The report comes last but for the checksums, and an earlier one was removed as training began: a
-    kill leaves no report beside another model.
+    kill leaves no report beside another model. ``network`` is a network of the program, of which
+    the run's own is a copy.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
@@ -78,7 +68,16 @@ def publish(session: Session) -> Finished:
     session.write_metrics()
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
-    return Finished(written.values(), where)
+    settings = plan.settings
+    own = isinstance(parse_model(str(settings.model)), UserModel) and network is None
+    read = partial(
+        load_model,
+        where,
+        choose_device(settings.device),
+        factory=str(settings.model) if own else None,
+        network=network,
+    )
+    return Run(written.values(), where, read)
 
 
 def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:

@@ -1,102 +1,173 @@
-"""Train and resume runs: from a plan or a run folder to the published files of a run."""
+"""A finished run as a program holds it: its report, its network, scores and predictions."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.sources import Values, values_of
-from dpmac_cli.data.dataset import Dataset
-from dpmac_cli.dp.torch_errors import torch_failures_explained
-from dpmac_cli.errors import InputError
-from dpmac_cli.models.dataset import Data
-from dpmac_cli.release.publish import Finished, publish
-from dpmac_cli.runs.resolve import Resolved
-from dpmac_cli.runs.session import Session, SessionEvent, Started, Update
-from dpmac_cli.runs.train import continued_run, new_run
-from dpmac_cli.training.distributed import Ranks
+from pydantic import TypeAdapter
+from torch import nn
 
-RunEvent: TypeAlias = Started | Update | Finished
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.models.build import Network
+from dpmac_cli.release import prediction
+from dpmac_cli.release.model_file import Released, load_model
+from dpmac_cli.release.prediction import Predictions
+from dpmac_cli.release.report import read_report
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.ledger import State
+from dpmac_cli.training.evaluation import Evaluation
 
 
-def train(
-    plan: Plan | Resolved,
-    stop: Callable[[], bool] = lambda: False,
-    data: Dataset | Data | None = None,
-    ranks: Ranks | None = None,
-) -> Iterator[RunEvent]:
-    """Train, write the run folder, and report progress.
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run, or the model file of one: what it promises, and its network.
 
-    With ``force``, an existing run is removed once this one is ready for its first step.
+    :func:`~dpmac_cli.train`, :func:`~dpmac_cli.resume` and ``PrivateStep.publish`` return one, and
+    :func:`~dpmac_cli.load` reads one from disk::
+
+        run = train(dataset="digits", epsilon=3)
+        run.epsilon, run.score().accuracy, run.predict(images).predicted
+
+    Attributes:
+        report: content of report.json; of a model file alone, its header, which has the same keys
+            but no scores.
+        folder: folder of the run, or the model file.
+        read: reads the published network; called when it is first used.
+        notes: probable mistakes in settings, and messages about the training; none of a run that
+            was loaded.
+        private_notes: notes on the records, for the person who holds them: do not publish or log.
+    """
+
+    report: dict[str, Any] = field(repr=False)
+    folder: Path
+    read: Callable[[], Released] = field(repr=False)
+    notes: tuple[str, ...] = field(default=(), repr=False)
+    private_notes: tuple[str, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def released(self) -> Released:
+        """Return the network with the facts published with it.
+
+        Raises:
+            InputError: the model file is missing or damaged.
+            ModelError: the network cannot be built.
+        """
+        return self.read()
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the trained network, in evaluation mode. Raises as :func:`~dpmac_cli.load`."""
+        return self.released.model
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return the privacy cost of everything that was done; None for a run without privacy."""
+        cost: float | None = self.report["epsilon"]
+        return cost
+
+    @property
+    def events(self) -> tuple[TrainingEvent, ...]:
+        """Return what was done to the records; :func:`~dpmac_cli.total_epsilon` composes it."""
+        return TypeAdapter(tuple[TrainingEvent, ...]).validate_python(self.report["events"])
+
+    @property
+    def state(self) -> State:
+        """Return how the run ended."""
+        state: State = self.report["state"]
+        return state
+
+    def score(self, dataset: Any = None, *, data_dir: Path | str | None = None) -> Evaluation:
+        """Score the network on all test records.
+
+        Scores are exact functions of the test records, which epsilon does not cover unless the run
+        has ``cover_scores``.
+
+        Args:
+            dataset: a name, the path of your own data, or records in memory; by default the
+                dataset of the training.
+            data_dir: folder of datasets; by default DPMAC_DATA_DIR or the cache.
+
+        Raises:
+            InputError: a file is missing or damaged.
+            ModelError: the network does not fit the dataset.
+        """
+        return prediction.score(self.released, dataset, data_dir).result
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        skip_bad: bool = False,
+        id_column: str | None = None,
+        length: int | None = None,
+        temperature: float | None = None,
+        threshold: str | float | None = None,
+        level: float | None = None,
+    ) -> Predictions:
+        """Predict the classes or numbers of new records, or continue texts.
+
+        Predictions tell about the new records, which epsilon does not cover.
+
+        Args:
+            data: a folder of images or texts, an .npz with an array x, or a table, like the
+                model's training data; or in memory the array x itself, a list of texts, a data
+                frame, or a dataset of Hugging Face.
+            skip_bad: leave out unusable records instead of rejecting all.
+            id_column: column of a table to keep beside each record; by default ``id``.
+            length: number of tokens to add to a text; by default 50.
+            temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
+            threshold: operating point of two classes: "balanced", "sensitivity=0.9" or a
+                probability; by default that of the model.
+            level: share of the targets that the intervals of numbers have; by default 0.9.
+
+        Raises:
+            InputError: a file is missing or damaged, or records do not match the training data.
+            ModelError: the network cannot be built.
+        """
+        return prediction.predict(
+            self.released,
+            data,
+            skip_bad=skip_bad,
+            id_column=id_column,
+            length=length,
+            temperature=temperature,
+            threshold=threshold,
+            level=level,
+        )
+
+
+def load(
+    path: Path | str,
+    *,
+    device: str = "auto",
+    factory: str | None = None,
+    network: Network | None = None,
+    public: Path | str | None = None,
+) -> Run:
+    """Load a run, or a model file, to use its network.
 
     Args:
-        plan: what :func:`dpmac_cli.runs.resolve.resolve` returns, with the records that it has
-            read; or its ``plan`` alone, whose records are read again.
-        stop: called after every step; True ends the run early with everything written.
-        data: records of the plan, or data on the device; None to read them.
-        ranks: the processes of the run; the others call
-            :func:`~dpmac_cli.runs.workers.run_worker`.
+        path: a run folder or a model file.
+        device: "cpu", "cuda", "mps", or "auto" for the best one that there is.
+        factory: ``FILE.py:FACTORY`` of a user-supplied network. The name in the file is not
+            imported.
+        network: instead of ``factory``, a network that is defined in the program: its class or a
+            function, called like a factory, or an instance, of which a copy gets the weights.
+        public: folder of the text encoder, or file of the weights of the backbone, that it was
+            trained on; by default a registered one, or where the config.yaml beside it says.
 
     Raises:
-        InputError: data, device or folder cannot be used; nothing was written.
-        BudgetError: the budget allows no step.
-        ModelError: the model mixes samples.
-        RunError: training diverged, memory ran out, or the device failed.
+        InputError: the file does not exist, is not a dpmac model, or is damaged; there is no such
+            factory; or the public network is missing, or another one.
+        ModelError: the network cannot be built, or does not fit the file.
     """
-    if isinstance(plan, Resolved):
-        data = data or plan.data
-        plan = plan.plan
-    if not isinstance(plan, Plan):
-        raise InputError(
-            f"A run cannot be trained from a {type(plan).__name__}. Resolve its settings first: "
-            "train(resolve(**settings))."
-        )
-    return _published(new_run(plan, stop, data, ranks))
-
-
-def resume(
-    where: Path | str,
-    flags: Settings | Values | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    data: Dataset | Data | None = None,
-    ranks: Ranks | None = None,
-    **keywords: Any,
-) -> Iterator[RunEvent]:
-    """Resume a run from its checkpoint, in its folder or in another one.
-
-    Noise and batches are drawn with new keys, so no noise is added to two different gradients.
-    Epsilon covers all steps before and since, also those that were lost.
-
-    ``flags`` and ``keywords`` are settings. Without ``out``, they are those that do not change the
-    result, such as ``device``, and ``model`` if it is user-supplied: code is not imported because a
-    file refers to it. With ``out``, the run is resumed into that folder, others may change, such as
-    ``epochs``, and the run itself is unchanged. For other arguments and errors see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, it is finished, a setting cannot change, the checkpoint
-            is damaged, or config.yaml was modified.
-    """
-    return _published(continued_run(where, {**values_of(flags), **keywords}, stop, data, ranks))
-
-
-def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent]:
-    """Publish a run once it is trained, while its folder is still locked."""
-    with closing(events):
-        for event in events:
-            if not isinstance(event, Session):
-                yield event
-                continue
-            with torch_failures_explained():
-                finished = publish(event)
-            yield finished
-
-
-def finish(events: Iterable[object]) -> Finished:
-    """Run to the end: ``finish(train(plan))``, ``finish(tune(...))``. Exceptions are propagated."""
-    # Earlier events hold the outputs of every evaluation.
-    last = deque(events, maxlen=1).pop()
-    assert isinstance(last, Finished)  # noqa: S101
-    return last
+    place = Path(path)
+    released = load_model(
+        place, choose_device(device), factory=factory, network=network, public=public
+    )
+    has_report = (place / folder.REPORT).is_file()
+    report = read_report(place).values() if has_report else dict(released.facts)
+    return Run(report, place, lambda: released)

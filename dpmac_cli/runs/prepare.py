@@ -280,7 +280,7 @@ def _check_passed_in(plan: Plan, model: object) -> nn.Module:
         raise InputError(
             "features and pretrained are for a network that dpmac builds: leave them out, or "
             "do the same in your own network. A plan for an epsilon has features of small images "
-            'unless it names a network: resolve(..., model="cnn").'
+            'unless it names a network: train(..., model="cnn").'
         )
     if not isinstance(model, nn.Module):
         raise ModelError(

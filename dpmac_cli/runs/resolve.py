@@ -106,7 +106,7 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "
-            "the path of a file of them, or pass them: dpmac_cli.score(run, data)."
+            "the path of a file of them, or pass them: load(run).score(data)."
         )
     return Settings.model_validate(over(above, below), context=places)
 

@@ -85,6 +85,16 @@ class Update:
     planned: float | None
     chunk: int | None = None
 
+    @property
+    def step(self) -> int:
+        """Return the number of steps taken."""
+        return self.event.step
+
+    @property
+    def result(self) -> Evaluation | PrivateScore | None:
+        """Return the scores on the test records, after an epoch; None in between."""
+        return self.event.result if isinstance(self.event, Evaluated) else None
+
 
 @dataclass(kw_only=True)
 class Session:

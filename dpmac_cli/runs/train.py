@@ -75,7 +75,7 @@ def new_run(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
-    """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
+    """Train a new run up to its last step; see :func:`dpmac_cli.release.train.train`."""
     with torch_failures_explained():
         folder.check_place(plan)
         before = Inherited(target=plan.settings.epsilon)
@@ -105,7 +105,7 @@ def continued_run(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
-    """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
+    """Resume a run up to its last step; see :func:`dpmac_cli.release.train.resume`."""
     run, given = Path(run), dict(Settings.model_validate(flags).explicit)
     elsewhere = given.get("out") is not None
     folder.check_run_folder(run)

@@ -19,8 +19,9 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.progress import unheard
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, train
+from dpmac_cli.release import run
+from dpmac_cli.release.run import Run
+from dpmac_cli.release.train import Stop, finish, never, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import load
@@ -34,12 +35,12 @@ TRIAL = "trial"
 def tune(
     *,
     config: Path | str | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = never,
     **settings: Any,
-) -> Iterator[Finished]:
+) -> Run:
     """Search for the best settings, within the target epsilon, and publish the best trial.
 
-    Use ``finish(tune(...))`` to run to the end. A search that is stopped leaves nothing.
+    A search that is stopped leaves nothing.
 
     Args:
         config: YAML file of settings. Arguments take precedence.
@@ -59,10 +60,8 @@ def tune(
     return carry_out_search(plan_search(settings, None if config is None else Path(config)), stop)
 
 
-def carry_out_search(
-    space: SearchSpace, stop: Callable[[], bool] = lambda: False
-) -> Iterator[Finished]:
-    """Carry out a search, and yield its result.
+def carry_out_search(space: SearchSpace, stop: Stop = never) -> Run:
+    """Carry out a search, and return its best trial.
 
     Nothing tells the number of trials. What a trial prints, logs or tells of its progress is
     discarded. Until the last trial has ended, there is only a secret folder elsewhere, with the
@@ -71,6 +70,9 @@ def carry_out_search(
     Args:
         space: the search.
         stop: called after every step; True ends the search.
+
+    Returns:
+        The best trial as an ordinary run.
 
     Raises:
         InputError, RunError, KeyboardInterrupt: as in :func:`tune`.
@@ -87,7 +89,8 @@ def carry_out_search(
     for name, content in best.items():
         files.write_atomically(out / name, content)
     folder.seal(out)
-    yield Finished(_report(best), out)
+    settings = first.settings
+    return Run(_report(best), out, lambda: run.load(out, device=settings.device).released)
 
 
 def _check_free(out: Path) -> None:
@@ -159,7 +162,7 @@ def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> d
         return False
 
     try:
-        finish(train(plan, stop_at_once, data))
+        finish(train_plan(plan, stop_at_once, data))
         written = [name for name in folder.SEALED if (place / name).exists()]
         return {name: (place / name).read_bytes() for name in written}
     except DivergedError:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.release import run
-from dpmac_cli.release.run import finish
 from tests.digits_runs import (
     RATE,
     after,
@@ -127,8 +126,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_digits(out=str(folder / "finished"))
     train_events(digits_config(out=str(folder / "interrupted"), steps=9), after(5))
     child, grandchild = str(folder / "longer"), str(folder / "longest")
-    finish(run.resume(folder / "finished", {"steps": "7", "sigma": "8", "out": child}))
-    finish(run.resume(child, {"steps": "12", "out": grandchild}))
+    resume(folder / "finished", {"steps": "7", "sigma": "8", "out": child})
+    resume(child, {"steps": "12", "out": grandchild})
     train_digits(out=str(folder / "open"), no_dp=True)
     return folder
 

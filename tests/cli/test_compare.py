@@ -118,7 +118,7 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
         assert [line["optimizer"] for line in csv.DictReader(file)] == ["dp-sgd", "dp-macadam"]
     assert "4 runs; seeds 0, 1 in each cell (--seeds)" in result.output
     assert max(map(len, result.output.splitlines()[:8])) <= 80
-    # Finished runs are found again and never run twice.
+    # Run runs are found again and never run twice.
     models = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
     more = dpmac(*SMALL[:-4], "--seeds", "3", "--steps", "3", "--out", str(out))
     assert "4 of them found finished" in more.output

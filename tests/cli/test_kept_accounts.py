@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpmac_cli import Account, TrainingEvent, format_epsilon
+from dpmac_cli import Account, TrainingEvent
 from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.app import app
 from tests.silo.hospital import ROUNDS, STEPS, ask, cost
 

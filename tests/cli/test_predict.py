@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from typer.testing import Result
 
-from dpmac_cli import load_model
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import Run
 from tests.digits_runs import report_of
 from tests.helpers import load_data
 from tests.typed import dpmac
@@ -32,7 +32,7 @@ OLD = " (declare decimal, thousands, missing_words or categories in the schema)"
 
 
 @pytest.fixture
-def digits(finished: Finished) -> Path:
+def digits(finished: Run) -> Path:
     return finished.folder
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from dpmac_cli.cli.runs import UNKNOWN, _print
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.release import run
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.trainer import Trainer
@@ -32,8 +31,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_digits(out=root / "run-10", seed=SEED)
     train_digits(out=root / "sub" / "runs" / "baseline", no_dp=True)
     train_digits(out=root / "spent", max_epsilon=0.06)
-    finish(run.train(digits_config(out=root / "stopped", steps=20), after(2)))
-    cut = run.train(digits_config(out=root / "killed", steps=30))
+    finish(train_plan(digits_config(out=root / "stopped", steps=20), after(2)))
+    cut = train_plan(digits_config(out=root / "killed", steps=30))
     next(event for event in cut if isinstance(event, Update) and event.event.step > 12)
     cut.close()  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
@@ -108,9 +107,9 @@ def test_a_narrow_terminal_cuts_nothing() -> None:
 
 
 def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
-    where = finish(run.train(digits_config(steps=40), after(3))).folder
+    where = finish(train_plan(digits_config(steps=40), after(3))).folder
     assert [entry["state"] for entry in listed()] == ["interrupted"]
-    going = run.resume(where, {})
+    going = resume_folder(where, {})
     next(event for event in going if isinstance(event, Update) and event.event.step > 24)
     (entry,) = listed()
     assert entry["state"] == "running"

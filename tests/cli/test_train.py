@@ -13,18 +13,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from dpmac_cli import load
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.release.prediction import score
-from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import Run
 from dpmac_cli.runs.session import Evaluated, Progress, Started, Update
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Compared
 from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
+from tests.helpers import unread
 from tests.typed import dpmac, process, shell
 
 DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "3")
@@ -158,7 +159,7 @@ def test_a_signal_ends_the_run_with_everything_written() -> None:
         assert "Traceback" not in said
         report = report_of(number.name)
         assert report["state"] == "interrupted"
-        result = score(Path(number.name), None, None, "cpu").result
+        result = load(Path(number.name), device="cpu").score(None, data_dir=None)
         assert result.accuracy == report["scores"]["accuracy"]["value"]
 
 
@@ -174,7 +175,7 @@ def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     report = report_of("run")
     assert report["state"] == "finished"
     assert (
-        score(Path("run"), None, None, "cpu").result.accuracy
+        load(Path("run"), device="cpu").score(None, data_dir=None).accuracy
         == report["scores"]["accuracy"]["value"]
     )
 
@@ -235,7 +236,7 @@ def shown_of(result: Compared, **flags: Any) -> str:
         "sentences": {},
         "state": "interrupted",
     }
-    display.show(Finished(report, Path("run")))
+    display.show(Run(report, Path("run"), unread))
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 

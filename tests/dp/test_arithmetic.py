@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import clipped_grad
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
     PERIOD,
@@ -26,6 +26,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.clipping.matmul import RowProducts, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.features import stored
 from dpmac_cli.features.frozen import FrozenFeatures

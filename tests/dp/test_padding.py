@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding as looked_up
 
-from dpmac_cli import Poisson, PrivateStep, clipped_grad, make_private
+from dpmac_cli import Poisson, PrivateStep, clipped_grad, make_private, resume
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks, skipped_by
@@ -22,8 +22,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models.trial_samples import Objective
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.release import run
-from dpmac_cli.release.run import finish
+from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.trainer import Trainer
@@ -486,14 +485,14 @@ def test_a_run_never_changes_the_padding(pixels: str) -> None:
     """Also after it is resumed, with an average and decay of the weights."""
     named: dict[str, Any] = {"model": pixels, "out": "run", "weight_decay": 0.5, "ema": 0.5}
     plan = digits_config(steps=6, physical_batch=20, **named)
-    begun, *_ = run.train(plan, after(3))
+    begun, *_ = train_plan(plan, after(3))
     whole = 17 * 4 + (64 * 4 + 1) * 10
     assert isinstance(begun, Started)
     assert begun.parameters == (whole - 4, whole)
     tensors = checkpoint.read(Path("run")).tensors
     assert bool((tensors["theta"][:4] == 0.25).all())
     assert not any(bool(tensors[name][:4].any()) for name in ("m", "v", "centre", "inverse", "s"))
-    finish(run.resume(Path("run"), {"model": pixels}))
+    resume(Path("run"), {"model": pixels})
     assert is_kept("run")
 
 

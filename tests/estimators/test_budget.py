@@ -68,7 +68,7 @@ def test_cross_validation_ends_where_the_budget_does(monkeypatch: pytest.MonkeyP
         trained.append(resolved)
         return train(resolved)
 
-    monkeypatch.setattr(estimators, "train", counted)
+    monkeypatch.setattr(estimators, "train_plan", counted)
     budget = Budget(1.5)
     with pytest.raises(BudgetError, match=r"above the budget of 1\.5.*Nothing was trained"):
         cross_val_score(classifier(budget=budget), X, Y, cv=5, error_score="raise")
@@ -90,7 +90,7 @@ def test_a_fit_is_booked_before_its_first_step(monkeypatch: pytest.MonkeyPatch) 
         assert len(budget.events) == 2
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(estimators, "train", fails)
+    monkeypatch.setattr(estimators, "train_plan", fails)
     with pytest.raises(KeyboardInterrupt):
         classifier(budget=budget).fit(X, Y)
     assert len(budget.events) == 2  # and nothing is given back

@@ -15,13 +15,7 @@ from sklearn.model_selection import cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
-from dpmac_cli import (
-    Budget,
-    InputError,
-    PrivateClassifier,
-    PrivateRegressor,
-    predict,
-)
+from dpmac_cli import Budget, InputError, PrivateClassifier, PrivateRegressor, load
 from dpmac_cli.release.report import read_report
 from dpmac_cli.runs import folder
 from tests.estimators.records import RECORDS, SHORT, classifier, regressor, rows
@@ -203,7 +197,7 @@ def test_a_saved_fit_is_a_run_like_any_other(tmp_path: Path) -> None:
     fitted = classifier().fit(X, Y)
     fitted.save(tmp_path / "run")
     assert read_report(tmp_path / "run").epsilon == fitted.epsilon_
-    there = predict(tmp_path / "run", X).probabilities
+    there = load(tmp_path / "run").predict(X).probabilities
     assert there == pytest.approx(fitted.predict_proba(X).astype(np.float32))
     card = (tmp_path / "run" / folder.CARD).read_text()
     assert "test accuracy" not in card

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpmac_cli import Claim, InputError, federation
+from dpmac_cli import InputError, federation
+from dpmac_cli.silo.claims import Claim
 
 FIRST = Claim(
     silo="a" * 32,

@@ -1,0 +1,163 @@
+"""The public names of the package: a run from settings to predictions, and names of version 0.3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import dpmac_cli
+from dpmac_cli import (
+    ArrayData,
+    InputError,
+    Run,
+    compare,
+    from_dataframe,
+    load,
+    make_private,
+    resume,
+    train,
+)
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.facts import in_memory
+
+SETTINGS: dict[str, Any] = {"dataset": "digits", "sigma": 4, "epochs": 2, "device": "cpu"}
+ROOT = Path(__file__).parent.parent
+IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8) % 17
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A short run, with the updates that it sent."""
+    return train(SETTINGS, out=tmp_path_factory.mktemp("public") / "run")
+
+
+def test_a_run_is_trained_scored_and_asked(run: Run) -> None:
+    report = json.loads((run.folder / "report.json").read_text())
+    assert run.report == report
+    assert run.epsilon == report["epsilon"] == total_epsilon(run.events, report["delta"])
+    assert run.score().accuracy == report["scores"]["accuracy"]["value"]
+    assert len(run.predict(IMAGES).predicted) == 3
+    assert not run.model.training
+    assert run.state == "finished"
+
+
+@pytest.mark.parametrize("part", ["", "model.safetensors"])
+def test_a_run_is_loaded_from_its_folder_or_its_model_file(run: Run, part: str) -> None:
+    loaded = load(run.folder / part)
+    assert (loaded.epsilon, loaded.events) == (run.epsilon, run.events)
+    assert np.array_equal(loaded.predict(IMAGES).outputs, run.predict(IMAGES).outputs)
+    assert ("scores" in loaded.report) == (part == "")
+
+
+def test_updates_of_a_run_have_its_epsilon_and_a_result_after_each_epoch(tmp_path: Path) -> None:
+    results = []
+
+    def note(update: Any) -> None:
+        if update.result is not None:
+            results.append((update.step, update.epsilon, update.result.accuracy))
+
+    run = train(SETTINGS, out=tmp_path / "run", on_event=note)
+    steps, epsilons, accuracies = zip(*results, strict=True)
+    assert steps[-1] == run.events[0].steps == 2 * steps[0]
+    assert epsilons[0] < epsilons[1] == run.epsilon
+    assert accuracies[-1] == run.score().accuracy
+
+
+def test_a_run_that_was_stopped_is_resumed_by_itself(tmp_path: Path) -> None:
+    stopped = train(SETTINGS, out=tmp_path / "run", stop=lambda: True)
+    assert stopped.state == "interrupted"
+    whole = resume(stopped)
+    assert (whole.state, whole.folder) == ("finished", stopped.folder)
+    assert whole.epsilon is not None
+    assert stopped.epsilon is not None
+    assert whole.epsilon > stopped.epsilon
+    longer = resume(whole, epochs=3, out=tmp_path / "longer")
+    assert len(longer.events) == 3  # before and after the stop, and the third epoch
+
+
+def test_records_in_memory_are_trained_resumed_and_scored(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((200, 4))
+    data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1, classes=["no", "yes"])
+    settings: dict[str, Any] = {"sigma": 1, "steps": 6, "model": "linear", "device": "cpu"}
+    stopped = train(data=data, **settings, out=tmp_path / "run", stop=lambda: True)
+    run = resume(stopped, data=data)
+    assert run.state == "finished"
+    assert run.score(data).accuracy == run.report["scores"]["accuracy"]["value"]
+    with pytest.raises(InputError, match="data= and dataset= are two ways to pass records"):
+        train(data=data, dataset="digits")
+
+
+def test_notes_on_settings_and_records_come_with_the_run(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"age": [1.0, 2.0, 30.0] * 40, "y": ["no", "yes", "no"] * 40})
+    columns = {"age": {"range": [0, 10]}}
+    schema = {"label": {"column": "y", "classes": ["no", "yes"]}, "columns": columns}
+    data = from_dataframe(frame, schema)
+    run = train(data=data, sigma=4, steps=2, out=tmp_path / "run", lr=1000)
+    assert any("age" in note for note in run.private_notes)
+    assert not any("age" in note for note in run.notes)
+    assert "age" not in repr(run)
+
+
+def test_a_network_of_the_program_is_published_loaded_and_left_alone(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    private = make_private(net, "digits", sigma=4, epochs=1, device="cpu")
+    list(private)
+    run = private.publish(tmp_path / "run")
+    assert run.score().accuracy == private.evaluate().accuracy
+    assert run.model is not net
+    with torch.no_grad():
+        net[1].weight.zero_()
+    assert run.score().accuracy == run.report["scores"]["accuracy"]["value"]
+
+
+def test_a_comparison_is_trained_once(tmp_path: Path) -> None:
+    study: dict[str, Any] = {"dataset": "digits", "optimizers": ["dp-sgd", "dp-adam"], "sigma": 4}
+    study |= {"steps": 2, "seeds": 1, "device": "cpu"}
+    first = compare(tmp_path / "study", **study)
+    times = {f: f.stat().st_mtime_ns for f in tmp_path.glob("study/runs/*/report.json")}
+    assert [cell.name for cell in first.cells] == ["dp-sgd", "dp-adam"]
+    assert len(times) == 2
+    assert all(0 <= cell.mean <= 1 and not cell.failures for cell in first.cells)
+    again = compare(tmp_path / "study", **study)
+    assert [cell.values for cell in again.cells] == [cell.values for cell in first.cells]
+    assert times == {f: f.stat().st_mtime_ns for f in times}
+    assert (tmp_path / "study/compare.md").is_file()
+
+
+def test_a_comparison_does_not_take_records_in_memory(tmp_path: Path) -> None:
+    data = in_memory(pd.DataFrame({"a": [1]}))
+    with pytest.raises(InputError, match=r"Save them \(.npz, .csv or .parquet\)"):
+        compare(tmp_path / "study", dataset=data)
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_name_of_version_0_3_says_what_to_write_instead() -> None:
+    for name, instead in dpmac_cli._BEFORE_0_4.items():
+        with pytest.raises(ImportError) as failure:
+            getattr(dpmac_cli, name)
+        assert str(failure.value).endswith(f"Use: {instead}")
+        assert "\n" not in str(failure.value)
+        assert name not in dpmac_cli.__all__
+        if instead.startswith("from "):
+            exec(instead, {})
+    with pytest.raises(ImportError, match=r"Use: load\(path\)\.predict\(records\)"):
+        exec("from dpmac_cli import predict", {})
+    with pytest.raises(AttributeError):
+        dpmac_cli.never_a_name  # noqa: B018
+
+
+def test_the_page_on_upgrading_has_each_function_that_is_gone() -> None:
+    page = (ROOT / "docs/upgrading.md").read_text(encoding="utf-8")
+    for name, instead in dpmac_cli._BEFORE_0_4.items():
+        assert instead.startswith("from ") or f"`{name}" in page or f"({name}(" in page, name
+
+
+def test_every_public_name_is_imported() -> None:
+    assert len(dpmac_cli.__all__) <= 35
+    for name in dpmac_cli.__all__:
+        assert getattr(dpmac_cli, name) is not None
