@@ -20,8 +20,8 @@ from PIL import Image
 
 import dpmac_cli
 from dpmac_cli import __version__
-from dpmac_cli.cli.account import Question
 from dpmac_cli.cli.app import COMMANDS, load_command
+from dpmac_cli.cli.question import Question
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import SETTINGS, Settings
 from tests.digits_runs import SIGMA, train_digits

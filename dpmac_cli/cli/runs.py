@@ -1,4 +1,8 @@
-"""dpmac runs: one line per run, from its public files alone. Loads no torch."""
+"""dpmac runs: one line per run, from its public files alone. Loads no torch.
+
+A run is listed whatever its state: in training, ended, cut off without a report, or damaged. So
+what a run on some records has cost is not overlooked because its files cannot be read.
+"""
 
 import contextlib
 import os
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -17,7 +22,7 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import PrintJson
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, escaped, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.task import METRICS
@@ -37,6 +42,8 @@ UNKNOWN: Mapping[str, Any] = dict.fromkeys(
 #: Exceptions raised while reading a damaged file.
 DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
+#: Space between columns.
+GAP = "  "
 
 
 @command()
@@ -57,35 +64,40 @@ def runs(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     roots = folders or [ROOT]
-    raise_errors(
-        f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
-        f"none for {ROOT}/."
-        for root in folders or ()
-        if not root.is_dir()
-    )
-    places = {where.resolve(): where for root in roots for where in _runs_below(root)}
-    found = sorted(map(_facts, places.values()), key=lambda run: run["changed"], reverse=True)
+    faults = list[str]()
+    for root in folders or ():
+        if not root.is_dir():
+            fault = "is a file" if root.exists() else "does not exist"
+            faults.append(f"{root} {fault}. Use a folder of runs, or none for {ROOT}/.")
+    raise_errors(faults)
+    places = dict[Path, Path]()  # a folder below two roots is listed once
+    for root in roots:
+        for where in _runs_below(root):
+            places[where.resolve()] = where
+    listed = [_facts(where) for where in places.values()]
+    listed.sort(key=lambda run: run["changed"], reverse=True)
     if json:
-        console.print_result(to_json({"runs": found}))
-    elif found:
-        _print(console.stdout(), found)
+        console.print_result(to_json({"runs": listed}))
+    elif listed:
+        _print(console.stdout(), listed)
     else:
-        where = " or ".join(map(str, roots))
+        searched = " or ".join(map(str, roots))
         hint = "To train one: dpmac train --dataset digits"
-        console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
+        console.stdout().print(Text(f"There are no runs in {searched} yet. {hint}"))
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    """Yield runs in a folder and below it.
+    """Yield the folders of the runs in a folder and below it.
 
     Folders within a run, hidden folders, links to folders, and what cannot be read are skipped.
     """
     for name, folders, _ in os.walk(root):
         where = Path(name)
-        is_run = _is_run(where)
-        folders[:] = [] if is_run else sorted(f for f in folders if not f.startswith("."))
-        if is_run:
+        if _is_run(where):
+            folders.clear()
             yield where
+        else:
+            folders[:] = sorted(below for below in folders if not below.startswith("."))
 
 
 def _is_run(where: Path) -> bool:
@@ -139,7 +151,7 @@ def _reported(report: "Report") -> dict[str, Any]:
 
 
 def _unreported(where: Path) -> dict[str, Any]:
-    """Return what the settings say of a run without a report. Raises ``DAMAGE``."""
+    """Return the facts in the settings of a run without a report. Raises ``DAMAGE``."""
     settings = folder.config(where)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
     if not f"{name}{optimizer}".isprintable():
@@ -152,14 +164,36 @@ def _unreported(where: Path) -> dict[str, Any]:
     }
 
 
-def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
+def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with a line per run, and what its marks mean.
+
+    On a terminal that is too narrow for it, the folder of a run has a line of its own.
+    """
     console.widen(out)
-    rows = ([show(run) or "-" for show in COLUMNS.values()] for run in found)
-    out.print(console.plain_table(COLUMNS, rows, no_wrap=True, padding=(0, 1, 0, 0)))
-    if any(run["seeded"] and run["private"] for run in found):
+    rows = [tuple(COLUMNS)]
+    for run in facts_of_runs:
+        rows.append(tuple(cell_of(run) or "-" for cell_of in COLUMNS.values()))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    is_wide = sum(widths) + len(GAP) * (len(widths) - 1) <= out.width
+    style = "bold"
+    for row in rows:
+        line = f"{row[0]}\n{GAP}{_line(row[1:], widths[1:])}"
+        out.print(Text(_line(row, widths) if is_wide else line, style=style))
+        style = ""
+    if any(run["seeded"] and run["private"] for run in facts_of_runs):
         out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
-    if any(run["audit"] for run in found):
+    if any(run["audit"] for run in facts_of_runs):
         out.print(f"{AUDITED} an audit run: the model is unfit for release")
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return the cells of a row, aligned.
+
+    >>> _line(["run", "state"], [6, 8])
+    'run     state'
+    """
+    aligned = (set_cell_size(cell, width) for cell, width in zip(cells, widths, strict=True))
+    return GAP.join(aligned).rstrip()
 
 
 def _epsilon(run: Mapping[str, Any]) -> str:
@@ -168,20 +202,23 @@ def _epsilon(run: Mapping[str, Any]) -> str:
         return "no privacy"
     if run["seeded"] is None:  # without a report, none is known yet
         return ""
-    marks = SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
+    marks = SEEDED if run["seeded"] else ""
+    if run["audit"]:
+        marks += AUDITED
     return f"{format_epsilon(run['epsilon'])}{marks} at {run['delta']:g}"
 
 
 def _score(run: Mapping[str, Any]) -> str:
     """Return the score and its name; "" if there is none."""
     metric = METRICS.get(run["metric"] or "")
-    known = metric is not None and run["score"] is not None
-    return f"{metric.title} {metric.text(run['score'])}" if metric and known else ""
+    if metric is None or run["score"] is None:
+        return ""
+    return f"{metric.title} {metric.text(run['score'])}"
 
 
 #: Cells of a run by the names of columns.
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str | Text]] = {
-    "run": lambda run: Text(run["folder"], overflow="ellipsis"),
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "run": lambda run: escaped(run["folder"]),
     "dataset": lambda run: run["dataset"],
     "optimizer": lambda run: run["optimizer"],
     "epsilon at delta": _epsilon,

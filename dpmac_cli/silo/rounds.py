@@ -69,6 +69,15 @@ class Rounds(BaseModel):
         steps: int = self.settings["steps"]
         return self.begun_in(events) // steps - self.answered
 
+    def left(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of rounds that epsilon still allows, by the events of the account.
+
+        With an account that others share, there may be fewer by then.
+        """
+        rounds: int = self.settings["rounds"]
+        steps: int = self.settings["steps"]
+        return max(0, rounds - self.begun_in(events) // steps)
+
     def enter(self, run: str, number: int, weights: str) -> Round:
         """Return the round of a request, which may have begun before.
 

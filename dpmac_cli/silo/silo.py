@@ -213,12 +213,8 @@ class Silo:
 
     @property
     def rounds_left(self) -> int:
-        """Return the number of rounds that epsilon still allows.
-
-        With an account that others share, there may be fewer by then.
-        """
-        rounds: int = self._settings["rounds"]
-        return max(0, rounds - self._begun // self._steps)
+        """Return the number of rounds that epsilon still allows."""
+        return self._rounds.left(self._open.own)
 
     @property
     def statement(self) -> str:
