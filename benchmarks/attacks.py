@@ -67,7 +67,7 @@ def measure(settings: dict[str, Any], runs: int, folder: Path) -> dict[str, Any]
     run = train(**settings, device="cpu", seed=0, out=folder / "run")
     begun, cpu = time.perf_counter(), time.process_time()
     result = attack(Asked(run.folder), runs)
-    contents = json.loads(result.path.read_text())
+    contents: dict[str, Any] = json.loads(result.path.read_text())
     seconds = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - begun}
     del contents["report_sha256"], contents["version"]
     accuracy = run.report["scores"]["accuracy"]["value"]

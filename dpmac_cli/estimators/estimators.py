@@ -319,7 +319,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
 
     def _by_class(self) -> tuple[list[float] | str | None, list[float] | None]:
         """Return the weights and the shares of the classes, in their order."""
-        labels, weights, shares = self.classes_.tolist(), self.class_weight, self.shares
+        labels, shares = self.classes_.tolist(), self.shares
+        weights: Any = self.class_weight
         if weights == "balanced" and (shares is None or set(labels) - shares.keys()):
             raise InputError(NO_SHARES)
         if weights is not None and not isinstance(weights, str):
