@@ -243,11 +243,12 @@ class Classification(Task):
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, and a calibration if they have one."""
-        found = super().of_facts(facts)
-        kept, point = facts.get("calibration"), facts.get("point")
-        calibration = None if kept is None else Calibration(**kept)
-        decided = None if point is None else OperatingPoint(**point)
-        return replace(found, calibration=calibration, point=decided)
+        task = super().of_facts(facts)
+        if (calibration := facts.get("calibration")) is not None:
+            task = replace(task, calibration=Calibration(**calibration))
+        if (point := facts.get("point")) is not None:
+            task = replace(task, point=OperatingPoint(**point))
+        return task
 
     @property
     def calibrates(self) -> bool:
@@ -379,17 +380,17 @@ class Classification(Task):
         if correct <= most and ranks(of) and not rare:
             return None  # as with class weights, which cost accuracy where one class is frequent
         if correct <= most:
-            said = (
+            comparison = (
                 f"{correct:,} of {records:,} test samples are classified correctly, but the most "
                 f"frequent class alone has {most:,}."
             )
             if not ranks(of):
-                return said, True
+                return comparison, True
             way = "compare them with your own threshold (dpmac predict)"
             if self._can_balance:
                 way = "decide between them with dpmac predict --threshold balanced"
             return (
-                f"{said} Its probabilities do tell the classes apart (AUROC "
+                f"{comparison} Its probabilities do tell the classes apart (AUROC "
                 f"{percent_or_dash(auroc(of))}): {way}, or give rare classes more weight "
                 "(--class-weights).",
                 False,
