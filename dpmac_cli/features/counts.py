@@ -82,6 +82,9 @@ class Distribution:
         """Return the share of numbers below each value, in [0, 1], in the shape of ``values``.
 
         Equal values have equal ranks. Infinite ones are 0 and 1; NaN stays NaN.
+
+        >>> Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)).ranks(np.array([2.5, 20.0]))
+        array([0.25, 1.  ])
         """
         ranks: Floats = np.interp(values, self.edges, self.shares)
         return ranks
@@ -126,6 +129,9 @@ def distributions(
 def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
     """Return the distribution of each column from exact counts: without privacy.
 
+    It has no event, so it is for runs with ``--no-dp`` alone, whose report says that ranges are
+    facts of the records.
+
     ``values`` are as in :func:`distributions`, of which it is the limit for little noise.
     """
     weights = weights_of(None, len(values))
@@ -142,7 +148,14 @@ def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
 
 
 def target_range(distribution: Distribution) -> tuple[float, float]:
-    """Return the range to clip a number to predict to: wider than that of a column."""
+    """Return the range to clip a number to predict to: wider than that of a column.
+
+    A column beyond its range is one input among many. A target beyond its range is an error that no
+    network avoids, so half of the width is added on each side.
+
+    >>> target_range(Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)))
+    (-5.0, 15.0)
+    """
     width = distribution.high - distribution.low
     margin = TARGET_MARGIN * width
     return distribution.low - margin, distribution.high + margin
@@ -439,7 +452,13 @@ def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
 
 
 def _wider(low: float, high: float, part: float) -> tuple[float, float]:
-    """Return a range that is wider by a part of its width on each side, but not across zero."""
+    """Return a range that is wider by a part of its width on each side, but not across zero.
+
+    Numbers that are all positive, such as ages and incomes, so have no range below 0.
+
+    >>> _wider(0.0, 10.0, 0.25), _wider(-4.0, 4.0, 0.25)
+    ((0.0, 12.5), (-6.0, 6.0))
+    """
     margin = (high - low) * part
     lower, higher = low - margin, high + margin
     return (max(lower, 0.0) if low >= 0 else lower), (min(higher, 0.0) if high <= 0 else higher)
