@@ -71,14 +71,14 @@ class Reliability(NamedTuple):
 
     Attributes:
         trained: probability in the middle of the bin by the network as it was trained.
-        said: the same after calibration.
+        calibrated: the same after calibration.
         share: share of the second label by the noisy counts.
         low, high: 95% interval of the share for records like these, because of the noise and of
             the number of records.
     """
 
     trained: float
-    said: float
+    calibrated: float
     share: float
     low: float
     high: float
@@ -140,10 +140,10 @@ class Calibration:
             share = min(max(second / total, 0.0), 1.0)
             noise = self.noise * math.hypot(share, 1 - share) / total
             spread = TWO_SIDED * math.sqrt(noise**2 + share * (1 - share) / total)
-            odds = middle, self.slope * middle + self.intercept
-            trained, said = map(float, special.expit(np.array(odds)))
+            trained = float(special.expit(middle))
+            calibrated = float(special.expit(self.slope * middle + self.intercept))
             low, high = max(share - spread, 0.0), min(share + spread, 1.0)
-            bins.append(Reliability(trained, said, share, low, high))
+            bins.append(Reliability(trained, calibrated, share, low, high))
         return bins
 
     def applied(self, outputs: Any) -> Any:
