@@ -174,7 +174,7 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     calibrated, trained, shares = list[float](), list[float](), list[float]()
     below, above = list[float](), list[float]()
     for each in bins:
-        calibrated.append(each.said)
+        calibrated.append(each.calibrated)
         trained.append(each.trained)
         shares.append(each.share)
         below.append(each.share - each.low)
