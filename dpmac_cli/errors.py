@@ -16,9 +16,12 @@ _ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
 def as_flags(message: str) -> str:
     """Return a message for a person who types commands, with ``--batch-size 128``."""
-    return _SETTING.sub(
-        lambda found: f"--{found[1].replace('_', '-')}{' ' * len(found[2])}", message
-    )
+
+    def flag(setting: re.Match[str]) -> str:
+        name, has_value = setting.groups()
+        return f"--{name.replace('_', '-')}{' ' * len(has_value)}"
+
+    return _SETTING.sub(flag, message)
 
 
 def as_keywords(message: str) -> str:
@@ -43,8 +46,8 @@ class DpmacError(Exception):
     exit_code: ClassVar[int] = BUG
 
     def __init__(self, errors: str | Sequence[str]) -> None:
-        given = (errors,) if isinstance(errors, str) else errors
-        self.errors: tuple[str, ...] = tuple(_ENDLESS.sub(r"\1...", text) for text in given)
+        messages = (errors,) if isinstance(errors, str) else errors
+        self.errors: tuple[str, ...] = tuple(_ENDLESS.sub(r"\1...", text) for text in messages)
         super().__init__("\n".join(map(as_keywords, self.errors)))
 
 
@@ -56,8 +59,9 @@ class InputError(DpmacError):
 
 def raise_errors(errors: Iterable[str]) -> None:
     """Raise InputError with every error that was found, if there are any."""
-    if found := tuple(errors):
-        raise InputError(found)
+    messages = tuple(errors)
+    if messages:
+        raise InputError(messages)
 
 
 class BudgetError(DpmacError):

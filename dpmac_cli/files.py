@@ -83,9 +83,9 @@ def with_checksum(name: str, values: Mapping[str, Any]) -> str:
 
 def checked(content: bytes, name: str) -> dict[str, Any]:
     """Return the values of :func:`with_checksum`. Raises ValueError, KeyError or TypeError."""
-    found = json.loads(content)
-    values: dict[str, Any] = found[name]
-    if found["sha256"] != _sum(values):
+    sealed = json.loads(content)
+    values: dict[str, Any] = sealed[name]
+    if sealed["sha256"] != _sum(values):
         raise ValueError("the checksum is wrong")
     return values
 

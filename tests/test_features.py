@@ -210,7 +210,7 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
             check_model(model, DIGITS.records.shape, 10, frozen=True)
         check_model(model, DIGITS.records.shape, 10, frozen=True, isolated=True)
         parts, data = cut_before_head(model, DIGITS.records.shape), load_data("digits", Path(), CPU)
-        parts.own = True
+        parts.user_supplied = True
         run = _run_of(parts, data)
         x = torch.randn(5, *DIGITS.records.shape)
         with torch.no_grad():
@@ -257,7 +257,7 @@ def test_a_frozen_part_keeps_nothing_of_a_record(part: type[nn.Module], cache: P
     model = nn.Sequential(part(), nn.Flatten(), nn.Linear(64, 10))
     parts, data = cut_before_head(model, DIGITS.records.shape), some_digits()
     data.train.images[1:] //= 4  # the first has the largest number
-    parts.own = True
+    parts.user_supplied = True
     with patch.object(stored, "AT_A_TIME", 20):
         found = featured(parts, data, {}, cache)
     x = data.standardised(data.train.images).flatten(1)
@@ -273,7 +273,7 @@ def test_a_run_tells_a_frozen_part_of_ones_own(
     found: list[bool] = []
 
     def watched(parts: FrozenFeatures, *rest: Any) -> Any:
-        found.append(parts.own)
+        found.append(parts.user_supplied)
         return featured(parts, *rest)
 
     monkeypatch.setattr("dpmac_cli.runs.prepare.featured", watched)

@@ -108,7 +108,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "train_size": 240,
         "test_size": 60,
         "sha256": None,
-        "own": True,
+        "user_supplied": True,
         "held_out": False,
         "unit": None,
         "taken_from_records": ["channels", "image size", "classes"],

@@ -58,7 +58,7 @@ class FrozenFeatures(WithHead):
     """
 
     #: Whether the frozen part is not built in, so that it sees one record at a time.
-    own = False
+    user_supplied = False
     #: Whether the frozen part itself keeps records apart, and uses threads.
     separate = False
 

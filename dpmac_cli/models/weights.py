@@ -240,7 +240,7 @@ def read_weights(
         )
     try:
         facts = json.loads(header[MODEL_HEADER])
-        trained_on, user_supplied = str(facts["data"]["name"]), facts["data"]["own"]
+        trained_on, user_supplied = str(facts["data"]["name"]), facts["data"]["user_supplied"]
         start = facts["settings"].get("pretrained")
     except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
         return PublicWeights(path, checksum, tensors)

@@ -316,7 +316,7 @@ def front_matter(report: Report) -> str:
     }
     if pipeline != "other":
         facts["pipeline_tag"] = pipeline
-    if not data.own:  # a repository has no private data
+    if not data.user_supplied:  # a repository has no private data
         facts["datasets"] = [data.name]
     text = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)
     return f"{FENCE}# license: to be chosen by the owner of the model\n{text}{FENCE}"

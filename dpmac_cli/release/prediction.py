@@ -132,9 +132,9 @@ def _settings_of_data(
     file, known = released.path, released.facts.data
     beside = file.parent / CONFIG
     # A run's config.yaml records how your own data was read and split.
-    below = beside if known.own and beside.is_file() else None
+    below = beside if known.user_supplied and beside.is_file() else None
     if below is None and dataset is None:
-        if known.own:
+        if known.user_supplied:
             raise InputError(
                 f"{file} was trained on your own data, {known.name}. Set {{dataset}} to its path."
             )

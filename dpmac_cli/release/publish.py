@@ -220,7 +220,7 @@ def _data(session: Session) -> report.Data:
     schema = facts.schema
     return report.Data(
         name=facts.name,
-        own=facts.user_supplied,
+        user_supplied=facts.user_supplied,
         train_size=facts.train_size,
         test_size=facts.test_size,
         held_out=facts.held_out,

@@ -144,7 +144,7 @@ class Data(Part):
     name: PrintableText
     """Name of a registered dataset; for your own data the name of the folder or file, without its
     parent folders."""
-    own: bool
+    user_supplied: bool
     """Whether it is your own data rather than a registered dataset."""
     train_size: Count
     """n, the number of training records, or of units of privacy. Taken as public."""

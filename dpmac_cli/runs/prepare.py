@@ -127,7 +127,7 @@ def prepare(
     data = data.computed_in(dtype_of(model))
     uncounted = None
     if parts is not None:
-        parts.own = user_supplied
+        parts.user_supplied = user_supplied
         data, uncounted = _with_features(plan, parts, data)
     return PreparedRun(
         model=model,
