@@ -476,6 +476,6 @@ def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Run) ->
         [event] = header.events
         more = event.first(event.steps + 1)
         told = header.model_copy(update={"seeded": seeded, "events": (event, more)})
-        found = _account(told)
+        found = _account(told, "checksum")
         assert found.seeded == seeded
         assert found.own == (event, more)
