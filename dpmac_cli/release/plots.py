@@ -206,10 +206,10 @@ def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure"
     return figure
 
 
-def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]]) -> None:
+def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]], zero: str = "0") -> None:
     """Draw a table of numbers of records, darker where more of a row are.
 
-    In a large table a 0 has no text.
+    ``zero`` is the text of a 0.
     """
     panel.grid(visible=False)
     table = np.array(counts)
@@ -219,7 +219,7 @@ def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]]) -> None:
     size = "medium" if small else "x-small"
     for (row, column), count in np.ndenumerate(table):
         colour = "white" if shares[row, column] > 0.5 else "black"
-        text = f"{count:,}" if count or small else ""
+        text = f"{count:,}" if count else zero
         panel.text(column, row, text, color=colour, size=size, ha="center", va="center")
 
 
@@ -239,7 +239,7 @@ def predicted_numbers(
         level: share that the intervals were made for.
     """
     figure, (panel, *others) = new_figure(1 if coverage is None else 2)
-    _draw_counts(panel, counts)
+    _draw_counts(panel, counts, zero="")
     panel.invert_yaxis()
     diagonal = [-0.5, len(counts) - 0.5]
     panel.plot(diagonal, diagonal, "-", color=COLOURS[1], linewidth=1, alpha=0.6)
