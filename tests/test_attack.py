@@ -161,7 +161,8 @@ def test_runs_of_an_attack_on_another_model_are_not_used(tmp_path: Path) -> None
 def test_shadow_runs_have_the_noise_the_rate_and_the_steps_of_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer, events = attack.make_trainer, list[Any]()
+    make_trainer: Any = vars(attack)["make_trainer"]
+    events = list[Any]()
 
     def noted(plan: Any, *args: Any) -> Any:
         events.append(plan.event)

@@ -135,9 +135,9 @@ def test_a_message_about_words_or_bounds_quotes_no_cell() -> None:
     for bounds in (16, "ab", (1, 2, 3)):
         with pytest.raises(InputError, match=r"must be two.*one for each of the 4 columns"):
             classifier(bounds=bounds).fit(X, Y)
-    for bounds in ([[0, 0], [1, 1]], [[0, 0], [1, 1, 1, 1]], [0, [[1], [1]]]):
+    for ends in ([[0, 0], [1, 1]], [[0, 0], [1, 1, 1, 1]], [0, [[1], [1]]]):
         with pytest.raises(InputError, match="numbers for 4 columns"):
-            classifier(bounds=bounds).fit(X, Y)
+            classifier(bounds=ends).fit(X, Y)
 
 
 def test_missing_values_are_refused_with_what_to_use_instead() -> None:
