@@ -25,7 +25,7 @@ from gradient_canaries import attacked
 from sklearn.datasets import load_digits
 
 from dpmac_cli import ArrayData
-from dpmac_cli.data import arrays
+from dpmac_cli.data import arrays, held_out
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -105,14 +105,14 @@ def used_ten_times() -> Iterator[None]:
 @contextlib.contextmanager
 def repeating_reader() -> Iterator[None]:
     """Each training record is read ten times."""
-    sides = arrays._sides
+    train_and_test = held_out.train_and_test
 
     def repeated(*args: Any) -> Any:
-        (train, *tests), (keys, *others) = sides(*args)
+        (train, *tests), (keys, *others) = train_and_test(*args)
         ten = np.repeat(np.arange(len(train.y)), 10)
         return [train.at(ten), *tests], [[keys[row] for row in ten], *others]
 
-    with patch.object(arrays, "_sides", repeated):
+    with patch.object(arrays, "train_and_test", repeated):
         yield
 
 

@@ -33,14 +33,27 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
         return
     scores = defaultdict[tuple[Any, ...], list[float]](list)
     for line in read_lines(file):
-        report = json.loads(line["files"]["report.json"])
-        kind = labels({**report["hyperparameters"], "optimizer": report["optimizer"]}, AXES)
-        key = report["dataset"]["name"], kind, report["privacy"]["noise_multiplier"]
-        scores[key].append(report["test"]["accuracy"])
+        dataset, settings, sigma, accuracy = facts(json.loads(line["files"]["report.json"]))
+        scores[dataset, labels(settings, AXES), sigma].append(accuracy)
     for (dataset, kind, sigma), each in sorted(scores.items(), key=lambda item: item[0][2]):
         row = {"dataset": dataset, "labels": kind, "optimizer": kind[0], "sigma": sigma}
         spread = stdev(each) if len(each) > 1 else None
         yield {**row, "mean": mean(each), "std": spread, "seeds": len(each)}
+
+
+def facts(report: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float, float]:
+    """Return the dataset, the settings, sigma and the accuracy of a report.
+
+    Those of the recorded runs are of format 1, which dpmac itself no longer reads.
+    """
+    if "schema_version" in report:
+        settings = {**report["hyperparameters"], "optimizer": report["optimizer"]}
+        sigma, accuracy = report["privacy"]["noise_multiplier"], report["test"]["accuracy"]
+        return report["dataset"]["name"], settings, sigma, accuracy
+    steps = [event for event in report["events"] if not event["histogram"]]
+    steps = [event for event in steps if event["records"] == "training"]
+    accuracy = report["scores"]["accuracy"]["value"]
+    return report["data"]["name"], report["settings"], steps[-1]["noise_multiplier"], accuracy
 
 
 def labels(row: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ...]:

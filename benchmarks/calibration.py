@@ -5,8 +5,8 @@
     python benchmarks/calibration.py PACKAGES docs/data/calibration.jsonl --sets digits,hr,k401
 
 Tables are those of benchmarks/tables.py, and others of KEEL; one record in five is for testing,
-drawn by the seed. Ranges are declared. sms, film and banking are texts: TEXTS/NAME.csv with the
-columns text and label.
+drawn by the seed. Ranges are declared. sms, film, banking and medical are texts, in TEXTS/NAME.csv
+with the columns text and label.
 
 Each run is a line of the file, and is not run again: the same weights, scored with and without
 their calibration.
@@ -39,7 +39,7 @@ KEEL = {
     **{"saheart": 9, "segment": 19, "tic-tac-toe": 9, "twonorm": 20, "vehicle": 18},
     **{"wdbc": 30, "wisconsin": 9},
 }
-TEXTS = ("sms", "film", "banking")
+TEXTS = ("sms", "film", "banking", "medical")
 SETS = ("digits", *tables.TABLES, *KEEL)
 #: Metrics of each line, after calibration and ("raw_") before.
 SHOWN = ("accuracy", "log-loss", "calibration-error")

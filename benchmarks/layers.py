@@ -141,7 +141,7 @@ def path_of(sums: BatchSum) -> str:
     per_sample = sums.per_sample
     if not per_sample.vmapped:
         return "loop"
-    recorded = {layer.name for layer in per_sample.layers} == per_sample._recorded
+    recorded = {layer.name for layer in per_sample.layers} == per_sample.recorded
     return "rule" if recorded else "instantiated"
 
 

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=20, help="number of kills")
     parser.add_argument("--rounds", type=int, default=3, help="number of times that each is timed")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    found = kills(given.count) if given.what == "kills" else times(given.rounds)
-    write_json(given.json, found)
+    options = parser.parse_args(arguments)
+    result = kills(options.count) if options.what == "kills" else times(options.rounds)
+    write_json(options.json, result)
 
 
 def started(*arguments: str) -> subprocess.Popen[bytes]:
@@ -58,15 +58,15 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 
 def runs_of(out: Path) -> list[int]:
     """Return the processes that train a run of a study, by their command lines."""
-    found = list[int]()
+    processes = list[int]()
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:
             continue
         if b"train" in words and any(word.startswith(bytes(out)) for word in words):
-            found.append(int(entry.name))
-    return found
+            processes.append(int(entry.name))
+    return processes
 
 
 def finished_in(out: Path) -> dict[str, int]:
@@ -75,33 +75,48 @@ def finished_in(out: Path) -> dict[str, int]:
 
 
 def kills(count: int) -> dict[str, Any]:
-    """Kill studies and runs in turn until ``count`` kills have struck."""
-    draw, struck = random.Random(0), list[str]()  # noqa: S311  (no secret)
+    """Kill studies and runs in turn until ``count`` kills have struck a process.
+
+    Each kill is described by what it struck, after how many seconds of the command, and how many
+    runs were finished then.
+    """
+    draw, struck = random.Random(0), list[dict[str, Any]]()  # noqa: S311  (no secret)
     lost = repeated = studies = 0
     while len(struck) < count:
         studies += 1
         with tempfile.TemporaryDirectory() as folder:
-            out, done = Path(folder) / "study", dict[str, int]()
-            while True:
+            out, finished = Path(folder) / "study", dict[str, int]()
+            code = None
+            while code != 0:
                 command = started(*LONGER, "--out", str(out))
-                time.sleep(draw.uniform(0, LONGEST))
-                if command.poll() is None and len(struck) < count:
-                    whom = "study" if len(struck) % 2 == 0 else "run"
-                    trained = runs_of(out)
-                    if whom == "study":
-                        command.kill()
-                    elif trained:
-                        send(draw.choice(trained))
-                    struck.append(whom)
+                after = draw.uniform(0, LONGEST)
+                time.sleep(after)
+                target = "study" if len(struck) % 2 == 0 else "run"
+                if len(struck) < count and kill(target, command, out, draw):
+                    kept = len(finished_in(out))
+                    struck.append({"of": target, "after_s": round(after, 1), "finished": kept})
                 code = command.wait()
+                assert code in (0, 4, -signal.SIGKILL), code
                 now = finished_in(out)
-                lost += len(done.keys() - now.keys())
-                repeated += sum(now[name] != moment for name, moment in done.items() if name in now)
-                done = now
-                if code == 0:
-                    break
-            assert len(done) == 4, done
+                lost += len(finished.keys() - now.keys())
+                for name in finished.keys() & now.keys():
+                    repeated += now[name] != finished[name]
+                finished = now
+            assert len(finished) == 4, finished
     return {"kills": struck, "studies": studies, "lost": lost, "repeated": repeated}
+
+
+def kill(target: str, command: subprocess.Popen[bytes], out: Path, draw: random.Random) -> bool:
+    """Kill a study or one of its runs; return whether there was one."""
+    if command.poll() is not None:
+        return False
+    if target == "study":
+        command.kill()
+        return True
+    trained = runs_of(out)
+    if trained:
+        send(draw.choice(trained))
+    return bool(trained)
 
 
 def send(process: int) -> None:
@@ -120,18 +135,18 @@ def cpu_of(*arguments: str) -> float:
 
 def times(rounds: int) -> dict[str, Any]:
     """Time a study, and the same runs by themselves, in turn."""
-    found: dict[str, list[float]] = {"study": [], "runs": []}
+    seconds: dict[str, list[float]] = {"study": [], "runs": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             out = str(Path(folder) / "study")
             planned = [*DPMAC, *SHORT, "--out", out, "--dry-run", "--json"]
             text = subprocess.run(planned, capture_output=True, check=True).stdout
             lines = [line.split() for line in json.loads(text)["commands"]]
-            found["runs"].append(sum(cpu_of(*words[1:]) for words in lines))
+            seconds["runs"].append(sum(cpu_of(*words[1:]) for words in lines))
         with tempfile.TemporaryDirectory() as folder:
-            found["study"].append(cpu_of(*SHORT, "--out", str(Path(folder) / "study")))
-    ratio = min(found["study"]) / min(found["runs"])
-    return {**found, "ratio": round(ratio, 3)}
+            seconds["study"].append(cpu_of(*SHORT, "--out", str(Path(folder) / "study")))
+    ratio = min(seconds["study"]) / min(seconds["runs"])
+    return {**seconds, "ratio": round(ratio, 3)}
 
 
 if __name__ == "__main__":

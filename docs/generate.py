@@ -225,7 +225,7 @@ CHOICES = {
         name: f"{kind.width:,} features, {kind.size} pixels, {kind.top1:.1%}, {kind.licence}"
         for name, kind in BACKBONES.items()
     },
-    "Features": FEATURES,
+    "Features": {name: features.about for name, features in FEATURES.items()},
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
 }
 #: What is said above a table of choices.

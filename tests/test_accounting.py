@@ -454,8 +454,8 @@ def test_what_rounding_may_take_from_an_epoch_is_charged(monkeypatch: pytest.Mon
     transform = fft.irfft
     monkeypatch.setattr(fft, "irfft", lambda *of: transform(*of) * (1 - 1e-6))
     short = likelihood_ratios.__wrapped__(10, 1.0)
-    assert plain.lost_given < plain.lost_without + 1e-12 < 1e-9
-    assert min(short.lost_given, short.lost_without) > 0.99e-6
+    assert plain.lost_with < plain.lost_without + 1e-12 < 1e-9
+    assert min(short.lost_with, short.lost_without) > 0.99e-6
 
 
 @pytest.mark.promise("allocation")
@@ -526,7 +526,7 @@ def test_what_is_beyond_the_grid_is_charged(monkeypatch: pytest.MonkeyPatch) -> 
     fine = likelihood_ratios(10, 0.7).deltas(epsilons)
     monkeypatch.setattr(allocation, "BEYOND", 1e-3)
     short = likelihood_ratios.__wrapped__(10, 0.7)
-    assert 1e-3 < short.lost_given < 2e-3
+    assert 1e-3 < short.lost_with < 2e-3
     for bound, true in zip(short.deltas(epsilons), fine, strict=True):
         assert np.all(bound > 0.999 * true)
         assert bound[-1] > 10 * true[-1]

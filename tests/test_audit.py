@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.records import Numbers, Table
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data import arrays
+from dpmac_cli.data import arrays, held_out
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.crafted import crafted_records
 from dpmac_cli.data.dataset import Split
@@ -35,12 +36,21 @@ from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import audit, sentences
 from dpmac_cli.release.audit import Audit, as_likely, curve_bound, read_audit
 from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.report import read_report
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from tests import secret_search
-from tests.digits_runs import SEED, after, contents, digits, digits_config, run_trainer
+from tests.digits_runs import (
+    SEED,
+    after,
+    contents,
+    digits,
+    digits_config,
+    run_trainer,
+    train_digits,
+)
 from tests.typed import dpmac
 
 DELTA = 1e-5
@@ -172,12 +182,32 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     assert lines[-2].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
     audited = json.loads((out / folder.AUDIT).read_text())
-    assert (audited["canaries"], audited["guesses"]) == (100, 50)
-    header = load_model(out).facts
+    assert audited.keys() == {"version", "guesses", "scores", "coins"}  # the claim is the report's
+    assert (len(audited["coins"]), audited["guesses"]) == (100, 50)
+    header = load_model(out).facts.values()
     for facts in (report, header):
         assert facts["sentences"]["audit_run"] == sentences.AUDIT_RUN
         assert facts["settings"]["canaries"] == 100
     assert f"**{sentences.AUDIT_RUN}**" in (out / folder.CARD).read_text()
+
+
+@pytest.mark.promise("audit")
+def test_the_claim_of_an_audit_is_that_of_the_report(trained: tuple[Path, Result]) -> None:
+    report = read_report(trained[0])
+    found = read_audit(trained[0])
+    assert (found.claimed, found.delta) == (report.epsilon, report.delta)
+    assert found.events == tuple(event for event in report.events if event.trains)
+
+
+@pytest.mark.promise("audit")
+def test_a_report_of_a_run_without_a_guarantee_makes_no_claim(
+    trained: tuple[Path, Result], tmp_path: Path
+) -> None:
+    shutil.copy(trained[0] / folder.AUDIT, tmp_path)
+    report = train_digits(no_dp=True, out=tmp_path / "baseline").folder / folder.REPORT
+    shutil.copy(report, tmp_path)
+    with pytest.raises(InputError, match=r"audit\.json is not an audit written by dpmac \(delta"):
+        read_audit(tmp_path)
 
 
 @pytest.mark.promise("audit")
@@ -202,6 +232,7 @@ def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
     (tmp_path / folder.CONFIG).write_text("")
     text = json.dumps({**kept, "guesses": 40, "scores": scores})
     (tmp_path / folder.AUDIT).write_text(text)
+    shutil.copy(trained[0] / folder.REPORT, tmp_path)
     told, found = (dpmac("eval", tmp_path, "--audit", *flags) for flags in ((), ("--json",)))
     assert (told.exit_code, found.exit_code) == (4, 4)
     assert "40 of 40 guesses right" in told.stdout
@@ -468,14 +499,14 @@ def each_record_is_used_ten_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_reader_repeats_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = arrays._sides
+    train_and_test = held_out.train_and_test
 
     def repeated(*args: Any) -> Any:
-        (train, *tests), (keys, *others) = sides(*args)
+        (train, *tests), (keys, *others) = train_and_test(*args)
         ten = np.repeat(np.arange(len(train.y)), 10)
         return [train.at(ten), *tests], [[keys[row] for row in ten], *others]
 
-    monkeypatch.setattr(arrays, "_sides", repeated)
+    monkeypatch.setattr(arrays, "train_and_test", repeated)
 
 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     assert title.endswith("at delta 1e-05 only against those who do not know its seed")
     assert said in lead
     assert said in cells(text)["seeds"]
-    header = load_model(finished.folder).facts
+    header = load_model(finished.folder).facts.values()
     for facts in (finished.report, header):
         assert facts["sentences"]["guarantee"].count(said) == 1
         assert said in facts["sentences"]["seeds"]

@@ -20,10 +20,11 @@ from PIL import Image
 
 import dpmac_cli
 from dpmac_cli import __version__
-from dpmac_cli.cli.account import Question
 from dpmac_cli.cli.app import COMMANDS, load_command
+from dpmac_cli.cli.question import Question
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import SETTINGS, Settings
+from tests.digits_runs import SIGMA, train_digits
 from tests.tiers import one_in
 from tests.typed import dpmac, shell
 
@@ -274,6 +275,17 @@ def test_the_papers_tables() -> None:
     assert len(shown) == 8 + 7
     for line in shown:
         assert [re.split(" [±[]", cell)[0] for cell in line] in measured, line
+
+
+def test_a_report_of_today_is_compared_with_the_papers_tables(tmp_path: Path) -> None:
+    finished = train_digits(optimizer="dp-macadam", kappa="paper", out=tmp_path / "run")
+    text = (finished.folder / "report.json").read_text()
+    runs = tmp_path / "runs.jsonl"
+    runs.write_text(json.dumps({"run": "run", "files": {"report.json": text}}))
+    [row] = beside_paper.rows_of(runs)
+    assert row["labels"] == ("dp-macadam", "kappa paper")
+    accuracy = finished.report["scores"]["accuracy"]["value"]
+    assert (row["dataset"], row["sigma"], row["mean"]) == ("digits", SIGMA, accuracy)
 
 
 def test_the_best_batch_and_rate_of_each_optimizer() -> None:

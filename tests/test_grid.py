@@ -366,14 +366,14 @@ def test_runs_whose_epsilons_do_not_add_up_are_no_study(
 
 
 def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
+    failures: dict[int, str] = changes.pop("failures", {})
     values: dict[str, Any] = {
         "labels": (("optimizer", name),),
         "column": 1.0,
         "sigma": 1.0,
         "epsilon": 2.0,
-        "values": dict(enumerate(accuracies)),
+        "outcomes": {**dict(enumerate(accuracies)), **failures},
         "seconds": 1.0,
-        "failures": {},
     }
     return Cell(**{**values, **changes})
 
@@ -413,8 +413,7 @@ def test_holm() -> None:
 def standings(*cells: Cell) -> list[str]:
     """The standings of cells of a column, each of a row of its own."""
     apart = [replace(cell, labels=(("optimizer", str(n)),)) for n, cell in enumerate(cells)]
-    found, _ = judge(apart, METRICS["accuracy"])
-    return [found.get(cell.labels, "") for cell in apart]
+    return [cell.standing for cell in judge(apart, METRICS["accuracy"])]
 
 
 GOOD, BAD = (0.90, 0.91, 0.92, 0.93, 0.94), (0.80, 0.811, 0.82, 0.83, 0.84)
@@ -427,11 +426,12 @@ def test_the_best_is_best_only_where_all_others_are_worse() -> None:
 
 
 def test_a_row_stands_beside_the_best_with_its_difference() -> None:
-    bad, good = shown("dp-adam", 1.0, *BAD), shown("dp-sgd", 1.0, *GOOD)
-    _, differences = judge([bad, good], METRICS["accuracy"])
-    [(labels, found)] = differences.items()
-    assert labels == bad.labels
-    study = replace(comparison(bad, good), differences={(labels, 1.0): found})
+    cells = shown("dp-adam", 1.0, *BAD), shown("dp-sgd", 1.0, *GOOD)
+    bad, good = judge(cells, METRICS["accuracy"])
+    found = paired(bad.values, good.values)
+    assert found is not None
+    assert (bad.difference, good.difference) == (found, None)
+    study = comparison(bad, good)
     assert f"| dp-adam | {100 * found.mean:.2f} [{100 * found.low:.2f}, " in as_markdown(study)
     row, best = as_json(study)["rows"]
     assert (row["difference"], *row["difference_interval"]) == found[:3]

@@ -1,6 +1,7 @@
 """Datasets of Hugging Face and data frames are passed as they are, and train in three lines."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -313,6 +314,52 @@ def test_a_network_of_a_program_takes_a_dataset() -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     settings = {name: QUICK[name] for name in ("sigma", "steps", "batch_size", "device")}
     assert make_private(net, pictures(), **settings).step() == 1
+
+
+@pytest.mark.promise("alone")
+def test_a_network_trains_on_the_loss_that_it_returns() -> None:
+    """Each record alone has the gradient of its own loss, and counts once."""
+    import torch  # noqa: PLC0415
+    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415
+
+    from dpmac_cli import Poisson, PrivateStep, clipped_grad  # noqa: PLC0415
+    from dpmac_cli.dp.mechanism import ball  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=30, intermediate_size=32, num_labels=3, **size)
+    network = BertForSequenceClassification(config).eval()
+    ids = torch.randint(1, 30, (9, 8))
+    ids[:4, 5:] = 0
+    mask, labels = (ids > 0).long(), torch.arange(9) % 3
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model(**batch).loss
+
+    def losses(model: Any, batch: Any) -> Any:
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+    where = ball(1.0, torch.zeros(sum(p.numel() for p in network.parameters())))
+    total = clipped_grad(deepcopy(network), loss, where, batch_size=9)(batch)
+    expected = clipped_grad(deepcopy(network), losses, where, batch_size=9)(batch)
+    assert total.allclose(expected, atol=1e-5)
+    assert 0 < float(total.norm()) <= 9
+
+    class Texts(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            return {name: values[index] for name, values in batch.items()}
+
+    assert network.config.problem_type is None
+    sampling = Poisson(n=9, batch_size=4)
+    step = PrivateStep(network.train(), loss, sampling=sampling, sigma=2, steps=4)
+    for drawn in step.loader(Texts()):
+        step(drawn)
+    assert (step.taken, step.notes) == (4, ())
 
 
 def test_a_model_of_a_table_takes_no_array() -> None:

@@ -121,6 +121,7 @@ def test_the_screen_names_the_counts_and_predictions_take_new_words_and_gaps(tab
     rows.to_csv("new.csv", index=False)
     made = dpmac("predict", "run", "new.csv", "--out", "answers.csv")
     assert made.exit_code == 0, made.output
+    assert "1 cell of age is no number, and counts as missing" in " ".join(made.output.split())
     answers = pd.read_csv("answers.csv")
     assert len(answers) == 4
     assert answers[["p_bad", "p_good"]].notna().to_numpy().all()
@@ -361,6 +362,36 @@ def test_a_schema_is_drafted_from_the_records_with_a_warning(table: Path) -> Non
     assert drafted["label"] == {"column": "y", "classes": ["bad", "good"]}
     Path("kinds.yaml").write_text(made.output)
     assert dpmac(*TRAIN, "--epochs", "2", "--out", "run").exit_code == 0
+
+
+@pytest.mark.promise("said")
+def test_a_draft_that_nobody_has_checked_is_named_as_facts_of_the_records(table: Path) -> None:
+    drafted = dpmac("schema", "people.csv", "--label", "y", "--kinds").output
+    Path("kinds.yaml").write_text(drafted)
+    resolved = plan()
+    assert resolved.plan.facts.inferred == ("kinds of columns", "classes")
+    assert "remove its line from_records" in " ".join(resolved.notes)
+    Path("kinds.yaml").write_text(drafted.replace("from_records: true\n", ""))
+    assert plan().plan.facts.inferred == ()
+    frame = people()
+    data = dpmac_cli.from_dataframe(frame, yaml.safe_load(drafted))
+    facts = resolve(dataset=data, epsilon=3).plan.facts
+    assert facts.inferred == ("kinds of columns", "classes")
+
+
+def test_a_draft_points_out_columns_that_name_records(table: Path) -> None:
+    frame = people()
+    frame["case"] = [f"K-{number}" for number in range(len(frame))]
+    frame["row"] = np.arange(len(frame)) + 1000
+    frame["patient_id"] = 7
+    frame["paid"] = 2 * np.arange(len(frame))
+    frame.to_csv("people.csv", index=False)
+    by_kinds = dpmac("schema", "people.csv", "--label", "y", "--kinds").output
+    assert "# case, row, patient_id: names of records" in by_kinds
+    by_header = dpmac("schema", "people.csv", "--label", "y", "--drop", "case").output
+    assert "# patient_id: names of records" in by_header
+    dropped = dpmac("schema", "people.csv", "--label", "y", "--drop", "patient_id").output
+    assert "names of records" not in dropped
 
 
 @pytest.mark.promise("said")

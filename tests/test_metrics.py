@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from dpmac_cli import ArrayData, InputError, load, register_task, train
-from dpmac_cli.cli.display import as_tables, cells_by_class
+from dpmac_cli.cli.display import in_blocks, table_by_class
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.resolve import resolve
@@ -254,9 +254,9 @@ def test_no_number_of_a_table_is_cut_on_a_narrow_screen(classes: int, width: int
     labels, logits = drawn(classes, 40 * classes)
     names = tuple(f"{'a long name of a class ' * (k % 2)}{k}" for k in range(classes))
     answers = evaluated_of(labels, logits)
-    table = cells_by_class(names, answers.details())
+    table = table_by_class(names, answers.details())
     console = Console(file=io.StringIO(), width=width)
-    console.print(*as_tables(table, width), sep="\n")
+    console.print(*in_blocks(table, width), sep="\n")
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "…" not in shown

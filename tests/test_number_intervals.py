@@ -1,7 +1,10 @@
 """Intervals of predicted numbers: their coverage, where they are shown, and what they read."""
 
 import math
+from bisect import bisect_right
+from collections import defaultdict
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,13 @@ from numpy.typing import NDArray
 import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.card import run_page
+from dpmac_cli.release.plots import predicted_numbers
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import at_least_0
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.residuals import EDGES, ENDS, Residuals, cells
+from dpmac_cli.tasks.task import Compared
 from tests.typed import dpmac
 
 Floats = NDArray[np.floating[Any]]
@@ -125,8 +131,57 @@ def test_a_given_noise_has_no_intervals_unless_they_are_asked_for() -> None:
 @pytest.mark.promise("scores")
 def test_covered_scores_have_no_exact_coverage() -> None:
     report = train(normal, cover_scores=True)
-    assert report["scores"]["interval_coverage"] is None
+    for name in ("by_bin", "interval_coverage", "interval_coverage_by_bin"):
+        assert report["scores"][name] is None
+    page = run_page(Path("run"))
+    assert "Targets minus predictions by the noisy histogram" in page
+    assert "by true and predicted number" not in page
     assert report["network"]["residuals"] is not None
+
+
+@pytest.mark.parametrize("transform", ["none", "log1p"])
+def test_test_records_are_counted_by_true_and_predicted_number(transform: Any) -> None:
+    """Beside a loop over the records, on both sides of every end of a bin."""
+    task = Regression(("y",), 0.0, 30.0, transform, residuals=Residuals((0.0,) * 26, 1.0))
+    ends = task.bin_ends
+    assert (ends[0], len(ends)) == (0.0, 11)
+    assert ends[-1] == pytest.approx(30.0)
+    truth = np.array([end + off for end in ends for off in (-0.001, 0.001)]).clip(0, 30)
+    guess = np.random.default_rng(0).permutation(truth)
+    nothing = np.zeros((len(truth), 0), np.float32)
+    details = task.details(Compared(truth, guess, np.arange(len(truth)), nothing))
+    counts = np.zeros((10, 10), int)
+    covered = defaultdict[int, list[bool]](list)
+    low, high = task.between(task.encoded(guess))
+    for number, (true, predicted) in enumerate(zip(truth, guess, strict=True)):
+        row, column = (min(9, bisect_right(ends, value) - 1) for value in (true, predicted))
+        counts[row, column] += 1
+        covered[column].append(bool(low[number, 0] <= true <= high[number, 0]))
+    assert details["by_bin"] == counts.tolist()
+    shares = [mean(covered[bin]) if bin in covered else None for bin in range(10)]
+    assert details["interval_coverage_by_bin"] == pytest.approx(shares)
+
+
+def test_the_page_shows_predicted_beside_true_numbers() -> None:
+    """As counts of the report, each of which is in the picture, and their coverage."""
+    report = train(normal)
+    scores = report["scores"]
+    assert sum(map(sum, scores["by_bin"])) == scores["samples"]
+    sizes = [sum(column) for column in zip(*scores["by_bin"], strict=True)]
+    shares = scores["interval_coverage_by_bin"]
+    assert [share is None for share in shares] == [size == 0 for size in sizes]
+    inside = sum(share * size for share, size in zip(shares, sizes, strict=True) if size)
+    assert inside / sum(sizes) == pytest.approx(scores["interval_coverage"])
+    page = run_page(Path("run"))
+    title = "Test records by true and predicted number"
+    assert f"<h2>{title}, and the share of the targets in their intervals</h2>" in page
+    assert page.index(title) < page.index("Test MAE and epsilon") < page.index("Guarantee</h2>")
+    figure = predicted_numbers(scores["by_bin"], shares, range(11))
+    shown = [text.get_text() for text in figure.axes[0].texts]
+    assert shown == [f"{count:,}" if count else "" for row in scores["by_bin"] for count in row]
+    assert len(figure.axes[1].containers) == sum(share is not None for share in shares)
+    train(normal, epsilon=None, sigma=6.0, epochs=1, out="other")
+    assert f"<h2>{title}</h2>" in run_page(Path("other"))
 
 
 def test_cells_of_targets_and_outputs_of_any_kind() -> None:

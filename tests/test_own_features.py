@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli import ArrayData, InputError, load, register_features, train
-from dpmac_cli.config.networks import FEATURES, OWN_FEATURES
+from dpmac_cli.config.networks import FEATURES, OwnFeatures
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.frozen import OneByOne
 from dpmac_cli.release import prediction
@@ -31,14 +31,22 @@ def pooled(image: Tensor) -> Tensor:
     return torch.nn.functional.avg_pool2d(image, 2).flatten()
 
 
+def registered(name: str) -> OwnFeatures:
+    """Return the features that a program registered by a name."""
+    features = FEATURES[name]
+    assert isinstance(features, OwnFeatures)
+    return features
+
+
 @pytest.fixture(autouse=True)
 def _registered(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Features that are registered for one test."""
     monkeypatch.chdir(tmp_path)
     register_features("pooled", WIDTH, "means of squares")(pooled)
     yield
-    for name in list(OWN_FEATURES):
-        del OWN_FEATURES[name], FEATURES[name]
+    for name, features in list(FEATURES.items()):
+        if isinstance(features, OwnFeatures):
+            del FEATURES[name]
 
 
 def test_a_run_is_scored_and_predicts_with_the_same_function() -> None:
@@ -56,7 +64,7 @@ def test_a_run_is_scored_and_predicts_with_the_same_function() -> None:
 
 def test_a_program_without_the_function_is_told_to_register_it() -> None:
     train(dataset="digits", **QUICK)
-    del OWN_FEATURES["pooled"], FEATURES["pooled"]
+    del FEATURES["pooled"]
     with pytest.raises(ModelError, match=r"needs features .pooled.*register_features"):
         load_model("run")
 
@@ -99,7 +107,7 @@ def test_the_draws_of_a_function_are_the_same_for_each_record() -> None:
         return drawn @ image.flatten()
 
     before = torch.get_rng_state()
-    features = OneByOne(OWN_FEATURES["projected"])
+    features = OneByOne(registered("projected"))
     x = torch.rand(5, 1, 8, 8)
     torch.set_rng_state(before)
     assert torch.equal(features(x)[2:], features(x[2:]))
@@ -115,7 +123,7 @@ def test_a_function_may_return_one_tensor_again() -> None:
         return found.copy_(image.flatten())
 
     x = torch.rand(5, 1, 8, 8)
-    assert torch.equal(OneByOne(OWN_FEATURES["reused"])(x).flatten(1), x.flatten(1))
+    assert torch.equal(OneByOne(registered("reused"))(x).flatten(1), x.flatten(1))
 
 
 def test_a_function_that_was_changed_computes_again() -> None:

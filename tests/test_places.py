@@ -410,7 +410,7 @@ def test_threads_round_no_row_of_a_fixed_number_otherwise(
 ) -> None:
     """As in covered scores and histograms, also where a trial would see nothing."""
     monkeypatch.setattr(batch_invariance, "_tried_alike", lambda *_: True)
-    run = unaffected(wide(601)[:2], torch.zeros(6), 128, own=True)
+    run = unaffected(wide(601)[:2], torch.zeros(6), 128, may_mix=True)
     record = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
     found = run(record.repeat(128, 1))
     assert bool((found == found[0]).all())

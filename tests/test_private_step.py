@@ -946,7 +946,7 @@ def test_nobody_can_repeat_what_a_network_draws_for_a_sum() -> None:
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        (lambda model, batch: loss(model, batch).mean(), "The loss returns"),
+        (lambda model, batch: loss(model, batch).sum(), "which is not the mean of the losses"),
         (lambda model, batch: loss(model, batch)[:, None], "The loss returns"),
         (lambda model, batch: loss(model, batch).argmax(0, keepdim=True), "The loss returns"),
         (lambda model, batch: model(**batch), "unexpected keyword argument 'labels'"),
@@ -956,6 +956,76 @@ def test_a_loss_that_is_not_one_number_per_record_is_refused(odd: Any, said: str
     model = reader()
     with pytest.raises(ModelError, match=said):
         clipped_grad(model, odd, ball(RADIUS, weights(model)), batch_size=9)(notes())
+
+
+def mean_of_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over the words of all records: a long record weighs more in a batch."""
+    counts = batch["input_ids"].sum(1).double()
+    return (loss(model, batch) * counts).sum() / counts.sum()
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("mixing", [centred, of_the_next])
+def test_a_mean_loss_that_mixes_records_is_refused(mixing: Callable[..., Tensor]) -> None:
+    """On a public example, because made-up texts of words 0 and 1 are all the same."""
+    with pytest.raises(ModelError, match="which is not the mean of the losses"):
+        PrivateStep(
+            reader(),
+            lambda model, batch: mixing(model, batch).mean(),
+            sampling=POISSON,
+            example=notes(),
+            **SETTINGS,
+        )
+
+
+@pytest.mark.promise("alone")
+def test_a_mean_over_all_words_is_refused_or_is_that_of_each_record() -> None:
+    model, batch = reader(), notes()
+    where = ball(RADIUS, weights(model))
+    with pytest.raises(ModelError, match="which is not the mean of the losses"):
+        PrivateStep(reader(), mean_of_tokens, sampling=POISSON, example=batch, **SETTINGS)
+    total = clipped_grad(model, mean_of_tokens, where, batch_size=9, isolate=True)(batch)
+    expected = clipped_grad(reader(), loss, where, batch_size=9)(batch)
+    assert total.allclose(expected, atol=1e-6)
+
+
+@pytest.mark.promise("alone")
+def test_a_mean_loss_is_clipped_as_the_losses_of_its_records() -> None:
+    model, batch = reader(), notes()
+    where = ball(RADIUS, weights(model))
+    clipped = clipped_grad(model, lambda *given: loss(*given).mean(), where, batch_size=9)
+    total = clipped(batch)
+    assert total.allclose(clipped_grad(reader(), loss, where, batch_size=9)(batch), atol=1e-6)
+    for row in range(9):
+        moved = float((total - clipped(without(batch, row))).double().norm())
+        assert moved <= RADIUS
+
+
+class Lazy(Reader):
+    """Makes a value when it first runs."""
+
+    def __init__(self, made: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.made = made
+        self.value: object = None
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        if self.value is None:
+            self.value = self.made(input_ids)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.promise("validated")
+def test_a_network_may_make_a_constant_when_it_first_runs() -> None:
+    """One that depends on the records would carry a record to all others."""
+    torch.manual_seed(0)
+    model = Lazy(lambda ids: f"{ids.shape[1]} words")
+    clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)(notes())
+    assert model.value == f"{LENGTH} words"
+    for made in (lambda ids: float(ids.double().mean()), lambda ids: ids[0], lambda _: object()):
+        model = Lazy(made)
+        with pytest.raises(ModelError):
+            clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)(notes())
 
 
 @pytest.mark.promise("alone")

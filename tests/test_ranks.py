@@ -130,7 +130,7 @@ def test_shares_are_a_partition_of_one_draw() -> None:
 class Told(Ranks):
     """A rank among others that are not there, for what it is told alone."""
 
-    def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _from_first(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert said is not None
         return said.to(dtype)
 

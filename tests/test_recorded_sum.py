@@ -301,7 +301,7 @@ def test_only_records_are_counted_whose_weights_were_cut(
 
 
 def recording_all(per_sample: PerSample) -> None:
-    per_sample._recorded = {layer.name for layer in per_sample.layers}
+    per_sample._by_vmap.recorded = {layer.name for layer in per_sample.layers}
 
 
 @pytest.fixture

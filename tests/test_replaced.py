@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 from dpmac_cli import make_private, resume
-from dpmac_cli.cli.account import Question, recount
+from dpmac_cli.cli.account import recount
+from dpmac_cli.cli.question import Question
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import finish, train_plan

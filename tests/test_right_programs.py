@@ -176,7 +176,7 @@ def test_made_up_numbers_are_normal_where_these_work() -> None:
     kept = Structure((torch.zeros(1, COLUMNS), torch.zeros(1, CLASSES)), keep=True)
     chosen = fitted(Objective(mlp(), squares), kept)
     assert {*chosen.numbers} == {"normal"}
-    assert not chosen.own
+    assert not chosen.keep_dtype
     assert all(len(torch.unique(t)) > 4 for t in tensors_in(chosen.made_up(5)))
 
 

@@ -14,7 +14,7 @@ from dpmac_cli.dp.mechanism import SecureMechanism
 from dpmac_cli.randomness.keystream import KeyStream, Stretch, make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.run import Run
-from dpmac_cli.release.sentences import SENTENCES
+from dpmac_cli.release.sentences import BOTH_WAYS, PLAINLY
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import (
@@ -22,9 +22,6 @@ from tests.digits_runs import (
     digits_config,
     run_trainer,
 )
-
-#: What may be said of randomness.
-NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0] == "randomness")
 
 
 def randomness(finished: Run) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 
 from dpmac_cli import Account, BudgetError, InputError, files, total_epsilon
-from dpmac_cli.accounting import account as module
+from dpmac_cli.accounting import account_file
 from dpmac_cli.accounting.accountants import epsilon_at_order, order_for
 from dpmac_cli.accounting.events import TrainingEvent
 
@@ -159,7 +159,7 @@ def test_an_account_is_created_once(file: Path) -> None:
 @pytest.mark.promise("ledger")
 def test_an_account_in_use_is_waited_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     account = Account.create(file, delta=DELTA)
-    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    monkeypatch.setattr(account_file, "PATIENCE", 0.1)
     with FileLock(f"{file}.lock"), pytest.raises(InputError, match="in use by another process"):
         account.begin(OTHER)
     account.begin(OTHER)
@@ -200,6 +200,26 @@ def test_an_account_in_memory_arrives_closed_in_another_process() -> None:
     with pytest.raises(InputError, match="was copied into another process"):
         again.begin(OTHER)
     assert account.events == (OTHER,)
+
+
+@pytest.mark.promise("ledger")
+def test_a_fork_begins_nothing_in_an_account_in_memory(file: Path) -> None:
+    """Both processes would spend the same budget. One on disk is shared."""
+    in_memory = Account(delta=DELTA, target=8.0)
+    on_disk = Account.create(file, delta=DELTA, epsilon=8)
+
+    def fork() -> None:
+        with pytest.raises(InputError, match="was copied into another process"):
+            in_memory.begin(OTHER)
+        assert in_memory.count == 0
+        on_disk.begin(OTHER)
+
+    process = multiprocessing.get_context("fork").Process(target=fork)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    in_memory.begin(OTHER)
+    assert in_memory.events == on_disk.events == (OTHER,)
 
 
 def spend(account: Account) -> None:

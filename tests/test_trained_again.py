@@ -471,7 +471,7 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
 
 @pytest.mark.promise("again")
 def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Run) -> None:
-    header: Any = loaded(finished.folder).header
+    header: Any = loaded(finished.folder).facts
     for seeded in (True, False):
         [event] = header.events
         more = event.first(event.steps + 1)

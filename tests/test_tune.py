@@ -23,7 +23,8 @@ from dpmac_cli import files, progress
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import tune as command
-from dpmac_cli.cli.account import Question, recount
+from dpmac_cli.cli.account import recount
+from dpmac_cli.cli.question import Question
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, ModelError, RunError
@@ -476,7 +477,7 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None) -> SearchSpac
     plan = resolve(shared).plan
     space = tuple(dimension.text for dimension in dimensions)
     return SearchSpace(
-        given=shared,
+        shared=shared,
         data=None,
         dimensions=dimensions,
         search=Search(trials or trials_of(3), (events_of_trial(plan),), space),

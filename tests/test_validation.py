@@ -544,7 +544,7 @@ def test_a_network_gets_records_in_the_shape_of_the_array(kind: str, tmp_path: P
     watched.remove()
     private.publish(tmp_path / "run")
     assert len(load(tmp_path / "run", network=build).predict(x.double().numpy()).probabilities) == 7
-    assert load_model(tmp_path / "run", network=build).header.data.records.shape == shape
+    assert load_model(tmp_path / "run", network=build).facts.data.records.shape == shape
     assert seen == {shape}
 
 

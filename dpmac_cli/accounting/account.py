@@ -8,12 +8,11 @@ An account of records that several trainings use, also in several processes, is 
 :meth:`Account.create` and :meth:`Account.open`.
 """
 
-import json
 import math
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,10 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from dpmac_cli import files
+from dpmac_cli.accounting.account_file import AccountFile, locked, read_account
 from dpmac_cli.accounting.accountants import (
     COARSE,
     epsilon_at_order,
@@ -32,7 +28,7 @@ from dpmac_cli.accounting.accountants import (
     total_epsilon,
 )
 from dpmac_cli.accounting.calibration import affordable_steps
-from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.events import TrainingEvent, covers, merged, without
 from dpmac_cli.accounting.statements import RECORD, UNIT, format_epsilon, statement
 from dpmac_cli.errors import BudgetError, InputError, ModelError
 
@@ -43,8 +39,6 @@ NO_TRAINING = TrainingEvent(1e-9, 0.0, 0)
 #: Reservations of a training on disk, because syncing takes time. Steps of one that are not taken
 #: are counted if the process is killed.
 RESERVED = 100
-#: Seconds to wait while another process begins an event of the same account.
-PATIENCE = 120.0
 #: One thread at a time begins an event.
 _BEGINNING = threading.RLock()
 #: Sentence on an account whose events are chosen after results of earlier ones were seen.
@@ -52,7 +46,7 @@ ADAPTIVE = (
     "Trainings may have been chosen after earlier results were seen, so the guarantee is the "
     "account's target, epsilon {:g}, of which this much is used."
 )
-#: Message for an account that was pickled without a file.
+#: Message for an account in memory that is not in the process that created it.
 CLOSED = (
     "This account was copied into another process, which the first one does not see: both would "
     "spend the same budget. Keep it on disk, with Account.create(path, ...): all processes that "
@@ -87,7 +81,8 @@ class Account:
         order: Renyi order, fixed beforehand, at which events compose that a program chooses after
             it has seen the results of earlier ones; None for events that are fixed beforehand.
         path: file of the account; None in memory.
-        closed: whether it is a copy from another process, which begins no event.
+        process: process that may begin events of an account in memory, by its id; 0 for a copy that
+            was pickled. In any other one, such as a fork, it begins none.
         number: random number, the same in all copies.
         series: random number, the same in all parts of a training that was resumed.
         affordable: events that are within the budget together, as was computed before.
@@ -110,7 +105,7 @@ class Account:
     searched: bool = False
     order: float | None = None
     path: Path | None = None
-    closed: bool = False
+    process: int = field(default_factory=os.getpid, repr=False)
     number: str = field(default_factory=lambda: secrets.token_hex(16))
     series: str = field(default_factory=lambda: secrets.token_hex(16))
     affordable: tuple[TrainingEvent, ...] = field(default=(), repr=False)
@@ -131,8 +126,7 @@ class Account:
         """Pickle the path of an account on disk, or a copy of one in memory that is closed."""
         if self.path is not None:
             return reopened, (str(self.path), self.number, self.others)
-        values = {each.name: getattr(self, each.name) for each in fields(Account)}
-        return partial(Account, **{**values, "closed": True}), ()
+        return partial(Account, **{**self._values(), "process": 0}), ()
 
     @staticmethod
     def create(
@@ -168,13 +162,13 @@ class Account:
         order = order_for(epsilon, delta) if adaptive and epsilon is not None else None
         file = Path(path).resolve()
         account = Account(path=file, delta=delta, target=epsilon, unit=unit, order=order)
-        with account._held_file():
+        with locked(file):
             if os.path.lexists(file):
                 raise InputError(
                     f"{path} exists. To count further events in it, use Account.open(...). An "
                     "account must not be replaced: what its records have lost would be forgotten."
                 )
-            account._store(())
+            account._store(file, ())
         return account
 
     @staticmethod
@@ -183,7 +177,7 @@ class Account:
 
         Raises InputError if the file is missing, damaged, or none of an account.
         """
-        return _read(Path(path).resolve())
+        return _opened(Path(path).resolve())
 
     def begin(self, event: TrainingEvent, unit: tuple[str, str] | None = None) -> None:
         """Count an event that is about to use records, or a part of it that is left out.
@@ -201,8 +195,9 @@ class Account:
 
         Raises:
             BudgetError: it would exceed the budget. It does not count, and must not run.
-            InputError: the account is closed; or its file is missing, damaged, another one's or
-                older than it was; or it protects another unit. The same holds.
+            InputError: the account is in memory, of another process; or its file is missing,
+                damaged, another one's or older than it was; or it protects another unit. The same
+                holds.
             OSError: the account is on disk, and it cannot be written there. The same holds.
         """
         with self._held():
@@ -246,7 +241,8 @@ class Account:
         events = (*self.before, *self.own, *self._to_come, event)
         if covers(self.affordable, events):
             return
-        if (cost := self.cost(events)) > self.budget:
+        cost = self.cost(events)
+        if cost > self.budget:
             raise BudgetError(
                 f"With this event epsilon would be {format_epsilon(cost)}, above {self.budget:g}. "
                 "Use more noise, or a larger budget."
@@ -263,7 +259,7 @@ class Account:
     def record_before(self, event: TrainingEvent) -> None:
         """Record an event, which is about to begin, where the account is kept."""
         if self.path is not None:
-            self._store(self._others_with(event))
+            self._store(self.path, self._others_with(event))
 
     def record(self) -> None:
         """Record exactly what has begun where the account is kept: here in memory."""
@@ -275,18 +271,18 @@ class Account:
         """
         if self.path is None:
             return
-        now = _read(self.path)
+        now = read_account(self.path)
         if now.number != self.number:
             raise InputError(
                 f"{self.path} is the account of other records than those it was opened for. Put "
                 "its own file back."
             )
-        if not covers(now.others, self.others):
+        if not covers(now.events, self.others):
             raise InputError(
                 f"{self.path} counts less than it did before: an older copy was restored, which "
                 "does not know what was released since. Put the latest one back."
             )
-        self.others, self.unit = now.others, now.unit
+        self.others, self.unit = now.events, now.unit
 
     def _others_with(self, event: TrainingEvent) -> tuple[TrainingEvent, ...]:
         others = (*self.others, event)
@@ -295,42 +291,27 @@ class Account:
     @contextmanager
     def _held(self) -> Iterator[None]:
         """Hold an account while an event begins. Raises InputError if that is not possible."""
-        if self.closed:
+        if self.path is None and self.process != os.getpid():
             raise InputError(CLOSED)
         with _BEGINNING:
             if self.path is None:
                 yield
                 return
-            with self._held_file():
+            with locked(self.path):
                 self.refresh()
                 yield
 
-    @contextmanager
-    def _held_file(self) -> Iterator[None]:
-        lock = FileLock(f"{self.path}.lock", timeout=PATIENCE, mode=files.PRIVATE_MODE)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise InputError(f"{self.path} is in use by another process. Try again.") from None
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _store(self, others: tuple[TrainingEvent, ...]) -> None:
+    def _store(self, path: Path, events: tuple[TrainingEvent, ...]) -> None:
         """Write the account to disk, with sync. Raises OSError."""
-        if self.path is None:
-            raise ValueError("the account has no file")
-        kept = Stored(
+        content = AccountFile(
             number=self.number,
             unit=self.unit,
             delta=self.delta,
             target=self.target,
             order=self.order,
-            events=others,
+            events=events,
         )
-        text = files.with_checksum("account", kept.model_dump(mode="json"))
-        files.write_atomically(self.path, text.encode(), files.PRIVATE_MODE)
+        content.write(path)
 
     def steps(self, count: int) -> TrainingEvent:
         """Return the event of some steps of the planned training."""
@@ -413,11 +394,12 @@ class Account:
     @property
     def statement(self) -> str:
         """Return the meaning of the guarantee of all events that have begun."""
-        if not (events := (*self.before, *self.own)):
+        events = (*self.before, *self.own)
+        if not events:
             return "Nothing was released of these records: epsilon is 0."
         unit = RECORD if self.unit == RECORD_UNIT else UNIT
-        said = statement(self.cost(events), self.delta, events, unit, seeded=self.seeded)
-        return " ".join((said, *self.on_choices))
+        guarantee = statement(self.cost(events), self.delta, events, unit, seeded=self.seeded)
+        return " ".join((guarantee, *self.on_choices))
 
     @property
     def on_choices(self) -> tuple[str, ...]:
@@ -450,8 +432,11 @@ class Account:
 
     def alone(self) -> "Account":
         """Return a copy as it is now, in memory and without earlier accounts."""
-        values = {each.name: getattr(self, each.name) for each in fields(Account)}
-        return Account(**{**values, "earlier": (), "path": None, "affordable": ()})
+        return Account(**{**self._values(), "earlier": (), "path": None, "affordable": ()})
+
+    def _values(self) -> dict[str, Any]:
+        """Return the fields that every account has, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Account)}
 
     def shorten(self) -> None:
         """Limit the planned training to the steps that the budget allows, with what follows them.
@@ -462,8 +447,10 @@ class Account:
 
     def leave_out_histogram(self) -> None:
         """Leave out the planned histogram if what was lost has taken its part of the budget."""
-        whole = (*self.before, self.event, *self.others, *self._to_come)
-        if math.isfinite(self.limit) and total_epsilon(whole, self.delta) > self.limit:
+        if math.isinf(self.limit):
+            return
+        events = (*self.before, self.event, *self.others, *self._to_come)
+        if total_epsilon(events, self.delta) > self.limit:
             self.histogram = None
 
     def _shorten_to(self, limit: float) -> None:
@@ -474,25 +461,31 @@ class Account:
     @property
     def _to_come(self) -> tuple[TrainingEvent, ...]:
         """Return what is planned besides steps and has not begun."""
-        planned = (*self.histograms, *(() if self.score is None else (self.score,)))
+        planned = self.histograms
+        if self.score is not None:
+            planned = (*planned, self.score)
         return without(planned, self.others)
 
     @property
     def histograms(self) -> tuple[TrainingEvent, ...]:
         """Return the planned histograms, begun or not."""
-        return (*self.ranges, *(() if self.histogram is None else (self.histogram,)))
+        if self.histogram is None:
+            return self.ranges
+        return (*self.ranges, self.histogram)
 
     def check_counted(self, now: Iterable["Account"]) -> None:
         """Raise ModelError if another account has begun more than this one counts of it."""
         counted = {account.number: account.count for account in self.earlier}
-        others = (account for account in now if account.number != self.number)
-        if any(account.count > counted.get(account.number, 0) for account in others):
-            raise ModelError(
-                "The network, or one that it or its loss uses, was trained by another PrivateStep "
-                "or make_private since this one was created, so its epsilon does not count those "
-                "steps. Create this one again. To train several networks together, make them parts "
-                "of one."
-            )
+        for account in now:
+            if account.number == self.number:
+                continue
+            if account.count > counted.get(account.number, 0):
+                raise ModelError(
+                    "The network, or one that it or its loss uses, was trained by another "
+                    "PrivateStep or make_private since this one was created, so its epsilon does "
+                    "not count those steps. Create this one again. To train several networks "
+                    "together, make them parts of one."
+                )
 
     def _is_planned(self, event: TrainingEvent) -> bool:
         """Return whether an event is planned besides steps, and has not begun."""
@@ -508,56 +501,17 @@ class Account:
         self.event = self.steps(max(taken, self.event.steps))
 
 
-def without(
-    events: Iterable[TrainingEvent], others: Iterable[TrainingEvent]
-) -> tuple[TrainingEvent, ...]:
-    """Return events without others, each of which takes away one of those that equal it."""
-    left = list(events)
-    for event in others:
-        if event in left:
-            left.remove(event)
-    return tuple(left)
-
-
-class Stored(BaseModel):
-    """Account in a file, beside its checksum."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    version: int = 1
-    number: str
-    unit: tuple[str, str]
-    delta: float
-    target: float | None
-    order: float | None
-    events: tuple[TrainingEvent, ...]
-
-
-def _read(path: Path) -> Account:
+def _opened(path: Path) -> Account:
     """Return the account in a file. Raises InputError."""
-    try:
-        values = files.checked(path.read_bytes(), "account")
-        kept = Stored.model_validate_json(json.dumps(values))
-    except FileNotFoundError:
-        raise InputError(
-            f"{path} does not exist, so what was spent on its records is unknown. Put the account "
-            "back. For records of which nothing was released yet, use Account.create(...)."
-        ) from None
-    except OSError as failure:
-        raise InputError(f"{path} cannot be read ({failure.strerror or failure}).") from failure
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as failure:
-        raise InputError(
-            f"{path} is damaged, or not an account of dpmac, so what was spent on its records is "
-            "unknown. Put the latest copy back."
-        ) from failure
+    content = read_account(path)
     return Account(
         path=path,
-        number=kept.number,
-        unit=kept.unit,
-        delta=kept.delta,
-        target=kept.target,
-        order=kept.order,
-        others=kept.events,
+        number=content.number,
+        unit=content.unit,
+        delta=content.delta,
+        target=content.target,
+        order=content.order,
+        others=content.events,
     )
 
 
@@ -566,41 +520,11 @@ def reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Accou
 
     Raises InputError if the file is missing, damaged, another one's, or counts less.
     """
-    account = _read(Path(path))
-    opened = replace(account, number=number, others=others)
-    opened.refresh()
-    return opened
-
-
-def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> bool:
-    """Return whether there are at least as many steps of each mechanism as in other events."""
-    counts = {replace(event, steps=0): event.steps for event in merged(more)}
-    return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))
+    account = replace(_opened(Path(path)), number=number, others=others)
+    account.refresh()
+    return account
 
 
 def done(event: TrainingEvent, **values: Any) -> Account:
     """Return an account in which an event has begun, all of it."""
     return Account(event=event, begun=event.steps, **values)
-
-
-def check_composable(earlier: Sequence[Account], unit: tuple[str, str] = RECORD_UNIT) -> None:
-    """Raise ModelError if the cost of earlier accounts cannot be added to that of a new one."""
-    if any(not account.private for account in earlier):
-        raise ModelError(
-            "The network was trained without privacy before (no_dp), so no noise covers what its "
-            "weights reveal of those records. Start from weights that are public, or that were "
-            "trained privately."
-        )
-    if any(account.searched for account in earlier):
-        raise ModelError(
-            "The network is the result of a search (dpmac tune), whose cost cannot be added to "
-            "that of a training. Use it as it is, or start from a network that was not trained on "
-            "these records."
-        )
-    others = sorted({account.unit[0] for account in earlier if account.unit != unit})
-    if others:
-        raise ModelError(
-            f"The network was trained privately before, and one {others[0]} was protected. Now it "
-            f"is one {unit[0]}, and costs of different units cannot be added. Use the same unit, "
-            "or start from a network that was not trained on these records."
-        )

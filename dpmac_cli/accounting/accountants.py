@@ -114,7 +114,12 @@ def total_epsilon(
 ) -> float:
     """Return epsilon of several trainings on the same records, in any order.
 
-    For events on training and on test records, it is the larger of the two costs.
+    For events on training and on test records, it is the larger of the two costs. Events must be
+    fixed before any of their results is seen; for others see :func:`epsilon_at_order`.
+
+    >>> event = TrainingEvent(sampling_rate=0.01, noise_multiplier=1.0, steps=1000)
+    >>> round(total_epsilon((event,), delta=1e-5), 3)
+    1.828
 
     Args:
         events: events in any order.
@@ -139,7 +144,7 @@ def used_accountant(
 def _priced(
     events: tuple[TrainingEvent, ...], delta: float, accountant: str, widest: float
 ) -> tuple[float, str]:
-    """Return the larger cost of the two splits, and its accountant."""
+    """Return the larger cost of the two splits, and its accountant; see :func:`total_epsilon`."""
     if accountant not in ACCOUNTANTS:
         raise InputError(f"There is no accountant '{accountant}'. Known: {', '.join(ACCOUNTANTS)}.")
     splits = by_records(merged(events))
@@ -166,11 +171,19 @@ def _cost(
 def order_for(epsilon: float, delta: float) -> float:
     """Return the Renyi order at which a budget allows most Gaussian mechanisms, from 1.1 to 512.
 
-    At order a, a mechanism of divergence a r costs a r + log(1 - 1/a) - log(delta a) / (a - 1).
+    At order a, a mechanism of divergence a r costs a r + log(1 - 1/a) - log(delta a) / (a - 1)
+    (Canonne, Kamath and Steinke 2020, Proposition 12), so r may be what is left of epsilon over a.
+
+    Args:
+        epsilon: epsilon of the budget.
+        delta: delta of the budget, in (0, 1).
     """
-    orders = [1 + tenth / 10 for tenth in range(1, 5111)]
-    spare = {a: epsilon - math.log1p(-1 / a) + math.log(delta * a) / (a - 1) for a in orders}
-    return max(orders, key=lambda a: spare[a] / a)
+
+    def divergence(order: float) -> float:
+        conversion = math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+        return (epsilon - conversion) / order
+
+    return max((1 + tenth / 10 for tenth in range(1, 5111)), key=divergence)
 
 
 def epsilon_at_order(events: tuple[TrainingEvent, ...], delta: float, order: float) -> float:
@@ -178,6 +191,13 @@ def epsilon_at_order(events: tuple[TrainingEvent, ...], delta: float, order: flo
 
     Renyi divergences of one order, fixed beforehand, add up for such events (Feldman and Zrnic
     2021), where privacy loss distributions do not in general.
+
+    Args:
+        events: events in any order.
+        delta: delta in (0, 1).
+        order: Renyi order above 1, such as that of :func:`order_for`.
+
+    Raises InputError if a noise multiplier is not supported.
     """
     parts = merged(events)
     if noiseless(parts):
@@ -189,20 +209,22 @@ def epsilon_at_order(events: tuple[TrainingEvent, ...], delta: float, order: flo
 def _by_rdp(
     parts: Sequence[TrainingEvent], delta: float, orders: Sequence[float] | None = None
 ) -> float:
+    """Return epsilon of merged, noisy events by RDP, at the best of some orders."""
     by_rdp = rdp_privacy_accountant.RdpAccountant(orders)
     # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition,
     # times the order. Without it a divergence too small for float64 would cost nothing.
-    rounding = dp_accounting.GaussianDpEvent(
-        math.sqrt(0.5 / ROUNDING / sum(e.compositions for e in parts))
-    )
-    done = dp_accounting.ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
-    kept = delta - sum(e.overflow * e.compositions for e in parts)
-    if kept <= 0:
+    compositions = sum(event.compositions for event in parts)
+    rounding = dp_accounting.GaussianDpEvent(math.sqrt(0.5 / ROUNDING / compositions))
+    mechanisms = [event.dp_event() for event in parts]
+    composed = dp_accounting.ComposedDpEvent([*mechanisms, rounding])
+    # Steps with more records than places have a share of delta.
+    remaining = delta - sum(event.overflow * event.compositions for event in parts)
+    if remaining <= 0:
         return math.inf
     # It leaves out the orders at which a series does not converge, with a warning each time.
     with _only_errors(logging.getLogger("absl")):
-        by_rdp.compose(done)
-        return float(by_rdp.get_epsilon(kept))
+        by_rdp.compose(composed)
+        return float(by_rdp.get_epsilon(remaining))
 
 
 @contextlib.contextmanager
@@ -228,13 +250,11 @@ def check_noise(events: Sequence[TrainingEvent]) -> None:
 
 def times_noise(events: Iterable[TrainingEvent], factor: float) -> tuple[TrainingEvent, ...]:
     """Return events with their noise times a factor, within the range that is supported."""
-    return tuple(
-        replace(
-            event,
-            noise_multiplier=min(max(event.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX),
-        )
-        for event in events
-    )
+    changed = []
+    for event in events:
+        sigma = min(max(event.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX)
+        changed.append(replace(event, noise_multiplier=sigma))
+    return tuple(changed)
 
 
 def noiseless(events: Sequence[TrainingEvent]) -> bool:
@@ -252,6 +272,7 @@ def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Losses
 
 @functools.lru_cache(maxsize=8)
 def _part(event: TrainingEvent, width: float) -> Any:
+    """Return the privacy loss distribution of one event, on a grid of some width."""
     if event.sampling.once_an_epoch:
         steps = event.steps_per_epoch
         one = allocated_gaussian(steps, event.noise_multiplier, width)
@@ -324,10 +345,11 @@ def type_two_errors(curve: Curve, thinning: int = 1) -> Callable[[float], float]
     With ``thinning``, only every k-th grid point is used, which is faster but less tight.
     """
     epsilons, deltas = (values[::thinning] for values in curve)
-    factors, kept = np.exp(epsilons), 1 - deltas
+    factors, likely = np.exp(epsilons), 1 - deltas
 
     def beta(alpha: float) -> float:
-        found = max((kept - factors * alpha).max(), ((kept - alpha) / factors).max(), 0.0)
-        return float(found)
+        one = (likely - factors * alpha).max()
+        exchanged = ((likely - alpha) / factors).max()
+        return float(max(one, exchanged, 0.0))
 
     return beta

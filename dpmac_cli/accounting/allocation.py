@@ -52,19 +52,19 @@ class Ratios:
     """Likelihood ratio of an epoch, spread over an even grid."""
 
     at: Float64Array  # ratios, increasing; shape (points,)
-    without: Float64Array  # probability of each ratio under Q, shape (points,)
-    given: Float64Array  # the same under P
+    without: Float64Array  # probability of each ratio under Q, without the record; shape (points,)
+    with_record: Float64Array  # the same under P
     lost_without: float  # bound on the probability outside the grid under Q
-    lost_given: float  # the same under P
+    lost_with: float  # the same under P
 
     def deltas(self, epsilons: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return upper bounds of delta at each epsilon: P against Q, and Q against P."""
         factors = np.exp(epsilons)
         above = np.searchsorted(self.at, factors, side="right")
-        remove = _from(self.given)[above] - factors * _from(self.without)[above]
+        remove = _from(self.with_record)[above] - factors * _from(self.without)[above]
         below = np.searchsorted(self.at, 1 / factors)
-        add = _until(self.without)[below] - factors * _until(self.given)[below]
-        return remove + self.lost_given, add + self.lost_without
+        add = _until(self.without)[below] - factors * _until(self.with_record)[below]
+        return remove + self.lost_with, add + self.lost_without
 
 
 def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any:
@@ -92,24 +92,31 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     connect_dots, parts = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap, []
     for bound, other in ((remove, add), (add, remove)):
         dual = np.exp(epsilons[:most]) * other[:most:-1] - np.expm1(epsilons[:most])
-        found = np.append(np.minimum(bound[:most], dual), bound[most:])
-        parts.append(connect_dots(width, -most, most, _convex(np.exp(epsilons), found)))
+        deltas = np.append(np.minimum(bound[:most], dual), bound[most:])
+        convex = _convex(np.exp(epsilons), deltas)
+        parts.append(connect_dots(width, -most, most, convex))
     return privacy_loss_distribution.PrivacyLossDistribution(*parts)
 
 
 def small_sums(steps: int, noise_multiplier: float, epsilons: Float64Array) -> Float64Array:
-    """Return upper bounds of E_Q (1 - e^epsilon R)+ for epsilons >= 0, see the module.
+    """Return upper bounds of E_Q (1 - e^epsilon R)+, see the module.
 
     Sums above t contribute nothing, so each Z and each partial sum above t is left out.
+
+    Args:
+        steps: number t of steps per epoch.
+        noise_multiplier: sigma.
+        epsilons: at least 0, shape (epsilons,), which is that of the result.
     """
     width = steps / FEW
     power, _, _ = _split_lognormal(noise_multiplier, width, FEW)
-    sums, left = np.ones(1), steps
-    while left:
-        if left % 2:
+    sums, remaining = np.ones(1), steps
+    while remaining:  # t-fold convolution, by the binary digits of t
+        if remaining % 2:
             sums = _added(sums, power)
-        left //= 2
-        power = _added(power, power) if left else power
+        remaining //= 2
+        if remaining:
+            power = _added(power, power)
     at = width * np.arange(sums.size)
     factors = np.exp(epsilons) / steps
     below = np.searchsorted(at, 1 / factors)
@@ -124,27 +131,31 @@ def _added(one: Float64Array, other: Float64Array) -> Float64Array:
 
 @functools.lru_cache(maxsize=2)
 def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
-    """Return the likelihood ratio of an epoch of t = ``steps`` >= 2, at sigma >= LEAST_NOISE."""
+    """Return the likelihood ratio of an epoch, spread over an even grid.
+
+    Args:
+        steps: number t of steps per epoch, at least 2.
+        noise_multiplier: sigma, at least :data:`LEAST_NOISE`.
+    """
     sigma, t = noise_multiplier, steps
     spread = math.sqrt(math.expm1(1 / sigma**2))
-    cap = min(
-        math.exp(stats.norm.isf(BEYOND) / sigma + 0.5 / sigma**2), WIDEST * spread * POINTS / 2
-    )
+    largest = math.exp(stats.norm.isf(BEYOND) / sigma + 0.5 / sigma**2)
+    cap = min(largest, WIDEST * spread * POINTS / 2)
     # Room for two of the largest values; the probability of needing more is negligible.
     room = 2 * (cap + t)
     width = max(WIDTH * spread, room / POINTS)
-    masses, lost_without, lost_given = _split_lognormal(sigma, width, math.ceil(cap / width))
+    masses, lost_without, lost_with = _split_lognormal(sigma, width, math.ceil(cap / width))
     size = fft.next_fast_len(math.ceil(room / width), real=True)
     without = np.maximum(0.0, fft.irfft(fft.rfft(masses, size) ** t, size))
     at = (width / t) * np.arange(size)
-    given = at * without
+    with_record = at * without
     wrapped = _wrapped(masses, width, t, size)
-    lost_given = min(1.0, lost_given + (t - 1) * lost_without + wrapped)
+    lost_with = min(1.0, lost_with + (t - 1) * lost_without + wrapped)
     lost_without = min(1.0, t * lost_without + wrapped)
     # Add a bound on the transform's rounding errors to the lost probability.
-    lost_given = max(lost_given, 1 - given.sum())
+    lost_with = max(lost_with, 1 - with_record.sum())
     lost_without = max(lost_without, 1 - without.sum())
-    return Ratios(at, without, given, lost_without, lost_given)
+    return Ratios(at, without, with_record, lost_without, lost_with)
 
 
 def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Float64Array, float, float]:
@@ -178,13 +189,14 @@ def _wrapped(masses: Float64Array, width: float, t: int, size: int) -> float:
         growing = masses * np.exp(rate * values)
         each = math.log(growing.sum())
         without = t * each
-        given = math.log((growing * values).sum()) + (t - 1) * each
-        best = min(best, max(without, given) - rate * width * size)
+        with_record = math.log((growing * values).sum()) + (t - 1) * each
+        bound = max(without, with_record) - rate * width * size
+        best = min(best, bound)
     return math.exp(best)
 
 
 def gaussian_deltas(sigma: float, epsilons: Float64Array) -> Float64Array:
-    """Return delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
+    """Return delta of one Gaussian mechanism at each epsilon (Balle and Wang 2018, Theorem 8)."""
     more, less = 0.5 / sigma - epsilons * sigma, -0.5 / sigma - epsilons * sigma
     deltas: Float64Array = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
     return deltas

@@ -84,6 +84,9 @@ def calibrate_noise(
 def noise_of_share(epsilon: float, delta: float, share: float) -> float:
     """Return the noise multiplier of one Gaussian mechanism that has a share of a budget.
 
+    >>> noise_of_share(epsilon=3, delta=1e-5, share=1) < noise_of_share(3, 1e-5, share=0.1)
+    True
+
     The budget is the mu of (epsilon, delta): ``delta = Phi(mu / 2 - epsilon / mu) - e^epsilon
     Phi(-mu / 2 - epsilon / mu)`` (Dong, Roth and Su 2022, Corollary 1). Squares of mu add up, and
     that of a mechanism is 1 / sigma^2. So ``sigma = 1 / (mu sqrt(share))``, rounded up to the grid
@@ -93,7 +96,10 @@ def noise_of_share(epsilon: float, delta: float, share: float) -> float:
     for _ in range(HALVINGS):
         mu = math.sqrt(low * high)
         spent = _tail(epsilon / mu - mu / 2) - math.exp(epsilon) * _tail(epsilon / mu + mu / 2)
-        low, high = (mu, high) if spent <= delta else (low, mu)
+        if spent <= delta:
+            low = mu
+        else:
+            high = mu
     sigma = math.ceil(SIGMA_TICKS / (low * math.sqrt(share))) / SIGMA_TICKS
     return min(max(sigma, SIGMA_MIN), SIGMA_MAX)
 
@@ -142,9 +148,15 @@ def affordable_steps(
 ) -> int:
     """Return the largest T <= event.steps such that ``others`` and T steps are within budget.
 
-    ``others`` are the other events that the budget pays for: earlier ones, and a covered score at
-    the end. ``price`` is epsilon of events, by default :func:`total_epsilon`. Raises BudgetError if
-    the first step costs more.
+    Args:
+        event: event of all steps that are planned.
+        delta: delta of the guarantee.
+        budget: epsilon that everything together keeps to; infinite for all steps.
+        others: the other events that the budget pays for: earlier ones, and a covered score at the
+            end.
+        price: epsilon of events, by default :func:`total_epsilon`.
+
+    Raises BudgetError if the first step costs more.
     """
 
     def cost(steps: int) -> float:
@@ -223,11 +235,13 @@ def _last_within(
         if abs(excess) <= close:
             return number
         good, bad = (number, bad) if spent <= target else (good, number)
-        found = (excess - before[1]) / math.log(number / before[0]) if tries else power
-        power = found if 0.1 < found / power < 10 else power
+        if tries:
+            secant = (excess - before[1]) / math.log(number / before[0])
+            power = secant if 0.1 < secant / power < 10 else power
         before, tries = (number, excess), tries + 1
         aim = number * math.exp(min(max(-excess / power, -3.0), 3.0))
-        aim = (good + bad) / 2 if tries > MANY and tries % 2 else aim
+        if tries > MANY and tries % 2:
+            aim = (good + bad) / 2
         number = math.floor(aim) if good < bad else math.ceil(aim)
         number = min(max(number, min(good, bad) + 1), max(good, bad) - 1)
     return good

@@ -208,7 +208,10 @@ def histogram_event(noise_multiplier: float, sampling_rate: float = 1.0) -> Trai
 
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:
-    """Group events by split. The total privacy cost is that of the most expensive group."""
+    """Group events by the split that they used.
+
+    No record is in both splits, so the total privacy cost is that of the most expensive group.
+    """
     splits: dict[str, list[TrainingEvent]] = {}
     for event in events:
         splits.setdefault(event.records, []).append(event)
@@ -218,7 +221,13 @@ def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ..
 def merged(
     events: Iterable[TrainingEvent], counted: str = "compositions"
 ) -> tuple[TrainingEvent, ...]:
-    """Add up the steps of equal mechanisms, or their compositions, which count whole epochs."""
+    """Return events with those of equal mechanisms in one, in the order of the first of each.
+
+    Args:
+        events: events on the same records.
+        counted: what is added up: "compositions", in which an epoch that has begun counts as a
+            whole, for a privacy cost; or "steps", to say what was done.
+    """
     counts: dict[TrainingEvent, int] = {}
     for event in events:
         once = event.sampling.once_an_epoch
@@ -226,3 +235,20 @@ def merged(
         of_epochs = kind.steps_per_epoch if counted == "compositions" else 1
         counts[kind] = counts.get(kind, 0) + getattr(event, counted) * of_epochs
     return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)
+
+
+def without(
+    events: Iterable[TrainingEvent], others: Iterable[TrainingEvent]
+) -> tuple[TrainingEvent, ...]:
+    """Return events without others, each of which takes away one of those that equal it."""
+    remaining = list(events)
+    for event in others:
+        if event in remaining:
+            remaining.remove(event)
+    return tuple(remaining)
+
+
+def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> bool:
+    """Return whether there are at least as many steps of each mechanism as in other events."""
+    counts = {replace(event, steps=0): event.steps for event in merged(more)}
+    return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))

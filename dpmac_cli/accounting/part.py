@@ -80,9 +80,10 @@ class Part(Account):
 
     def _shorten_to(self, limit: float) -> None:
         """Limit the training to its own budget, and to that of the account of the records."""
-        whole, begun = self.shared, self.own
-        budgets = ((limit, self.cost, (*self.before, *begun)), (whole.budget, whole.cost, begun))
-        for budget, cost, others in budgets:
-            count = affordable_steps(self.event, self.delta, budget, others, cost)
-            self.event = self.steps(count)
-        whole.affordable = (*begun, self.event)
+        shared, begun = self.shared, self.own
+        before = (*self.before, *begun)
+        steps = affordable_steps(self.event, self.delta, limit, before, self.cost)
+        self.event = self.steps(steps)
+        steps = affordable_steps(self.event, self.delta, shared.budget, begun, shared.cost)
+        self.event = self.steps(steps)
+        shared.affordable = (*begun, self.event)

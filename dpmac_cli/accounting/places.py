@@ -55,9 +55,8 @@ def log_tail(count: int, rate: float, least: int) -> float:
     if rate == 1 or least > count:
         return 0.0 if least <= count else -math.inf
     lost = count - least
-    first = (
-        *(math.lgamma(count + 1), -math.lgamma(least + 1), -math.lgamma(lost + 1)),
-        *(least * math.log(rate), lost * math.log1p(-rate)),
-    )
+    log_choices = (math.lgamma(count + 1), -math.lgamma(least + 1), -math.lgamma(lost + 1))
+    log_chances = (least * math.log(rate), lost * math.log1p(-rate))
+    first = math.fsum((*log_choices, *log_chances))  # log P(X = least)
     shrinks = lost * rate / ((least + 1) * (1 - rate))
-    return math.fsum(first) - math.log1p(-shrinks)
+    return first - math.log1p(-shrinks)

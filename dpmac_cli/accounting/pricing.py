@@ -107,8 +107,14 @@ def price(
 ) -> Row:
     """Return the total privacy cost of one or more trainings on the same records.
 
-    ``unit`` is the unit of privacy, and ``search`` the search whose best trial the events are; for
-    other arguments see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+    Args:
+        events: events of all trainings.
+        delta: delta in (0, 1).
+        accountant: a key of :data:`~dpmac_cli.accounting.accountants.ACCOUNTANTS`.
+        unit: unit of privacy, in words.
+        search: search whose best trial the events are; None if there was none.
+
+    Raises InputError if a noise multiplier is not supported.
     """
     if search is None:
         epsilon, used = total_epsilon(events, delta, accountant), accountant

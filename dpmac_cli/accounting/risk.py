@@ -102,7 +102,8 @@ class Risk:
         if self.noiseless:
             return f"An attacker may detect any {unit}: no noise was added."
         who = f"An attacker who accepts 1 false alarm in {1 / STATED:.0f}"
-        if (most := percent(self.stated)) == "100%":
+        most = percent(self.stated)
+        if most == "100%":
             return f"{who} may detect any {unit}: epsilon is too large for a bound."
         return f"{who} detects a given {unit} with probability at most {most}."
 
@@ -135,8 +136,9 @@ def assess_risk(
 
 
 def trade_off(done: Done, alphas: Iterable[float]) -> Any:
-    """Return lower bounds on the type II error at given type I errors, a float64 array."""
-    return np.array(list(map(type_two_errors(_curve(done)), alphas)))
+    """Return lower bounds on the type II error at some type I errors, a float64 array."""
+    beta = type_two_errors(_curve(done))
+    return np.array([beta(alpha) for alpha in alphas])
 
 
 def gaussian_mu(done: Done) -> float:
@@ -153,8 +155,10 @@ def gaussian_mu(done: Done) -> float:
     low, high = 1e-9, LARGEST_MU
     for _ in range(40):
         middle = math.sqrt(low * high)
-        holds = (gaussian_deltas(1 / middle, ends) >= most).all()
-        low, high = (low, middle) if holds else (middle, high)
+        if (gaussian_deltas(1 / middle, ends) >= most).all():
+            high = middle
+        else:
+            low = middle
     return high if high < LARGEST_MU else math.inf
 
 
@@ -170,9 +174,13 @@ def _curve(done: Done) -> Curve:
 
 
 def _attack(alpha: float, beta: float) -> Attack:
-    found = float(1 - beta)
-    posteriors = (prior * found / (prior * found + (1 - prior) * alpha) for prior in PRIORS)
-    return Attack(alpha, found, tuple(posteriors))
+    """Return the bounds of an attack with type I error alpha, and at least type II error beta."""
+    power = float(1 - beta)
+    posteriors = []
+    for prior in PRIORS:  # by Bayes' rule
+        right, wrong = prior * power, (1 - prior) * alpha
+        posteriors.append(right / (right + wrong))
+    return Attack(alpha, power, tuple(posteriors))
 
 
 def percent(share: float) -> str:

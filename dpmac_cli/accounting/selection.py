@@ -99,7 +99,11 @@ class Trials:
 
 
 def trials_of(mean: float) -> Trials:
-    """Return the distribution with this mean, limited to four times the mean."""
+    """Return the distribution with this mean, limited to four times the mean.
+
+    >>> trials_of(10)
+    Trials(mean=10, most=40)
+    """
     return Trials(mean, math.ceil(LONGEST * mean))
 
 
@@ -115,6 +119,7 @@ def _log_weight(mean: float, most: int) -> float:
 
 
 def _limited(log_weight: float, most: int) -> Any:
+    """Return probabilities proportional to w^k / k of k = 1, ..., most, a float64 array."""
     counts = np.arange(1, most + 1)
     logs = log_weight * counts - np.log(counts)
     shares = np.exp(logs - logs.max())
@@ -174,8 +179,11 @@ class Search:
 
 def _worst(candidates: Sequence[tuple[TrainingEvent, ...]]) -> Curve:
     """Return the privacy curve of the most expensive candidate at each epsilon."""
-    curves = [delta_curve(merged(events)) for events in candidates]
-    return curves[0][0], functools.reduce(np.maximum, (deltas for _, deltas in curves))
+    epsilons, worst = delta_curve(merged(candidates[0]))
+    for events in candidates[1:]:
+        _, deltas = delta_curve(merged(events))  # on the same grid
+        worst = np.maximum(worst, deltas)
+    return epsilons, worst
 
 
 @functools.lru_cache(maxsize=64)
@@ -195,7 +203,12 @@ Done: TypeAlias = Sequence[TrainingEvent] | Search
 
 
 def epsilon_of(done: Done, delta: float) -> float:
-    """Return epsilon of several trainings on the same records, or of a search."""
+    """Return epsilon of several trainings on the same records, or of a search.
+
+    Args:
+        done: events that all were released, or a search.
+        delta: delta in (0, 1).
+    """
     if isinstance(done, Search):
         return done.epsilon(delta)
     return accountants.total_epsilon(tuple(done), delta)

@@ -35,6 +35,9 @@ def format_epsilon(epsilon: float | None) -> str:
     """Return four digits, rounded up, so a cost is never understated.
 
     None is infinity, as in JSON.
+
+    >>> format_epsilon(2.99991), format_epsilon(None)
+    ('3', 'infinite')
     """
     if epsilon is None:
         return "infinite"
@@ -47,7 +50,11 @@ def format_epsilon(epsilon: float | None) -> str:
 
 
 def cost_in_words(epsilon: float | None, delta: float) -> str:
-    """Return a privacy cost, such as "epsilon 3 at delta 1e-05"."""
+    """Return a privacy cost in words.
+
+    >>> cost_in_words(3, 1e-5)
+    'epsilon 3 at delta 1e-05'
+    """
     return f"epsilon {format_epsilon(epsilon)} at delta {delta:g}"
 
 
@@ -59,11 +66,20 @@ def statement(
     *,
     seeded: bool = False,
 ) -> str:
-    """Return the meaning of a guarantee, and its limits; ``seeded`` if any part used a seed."""
+    """Return the meaning of a guarantee, and its limits.
+
+    Args:
+        epsilon: privacy cost of the events at ``delta``.
+        delta: delta of the guarantee.
+        events: all events that it covers.
+        unit: unit of privacy in words, such as :data:`RECORD`.
+        seeded: whether a seed was chosen for any of them.
+    """
     if not all(event.noisy for event in events):
         return NO_PRIVACY
     promise = _promise(epsilon, delta, unit)
-    done = " and ".join(_done(each, short(unit)) for each in merged(events, "steps")) or "no step"
+    parts = [_done(event, short(unit)) for event in merged(events, "steps")]
+    done = " and ".join(parts) or "no step"
     tested = "Test records are not protected"
     if unit in (COVERED_RECORD, COVERED_UNIT):
         tested = (
@@ -79,7 +95,14 @@ def statement(
 
 
 def search_statement(epsilon: float, delta: float, search: Search, unit: str = RECORD) -> str:
-    """Return the meaning of the guarantee of a search: of everything that is learnt from it."""
+    """Return the meaning of the guarantee of a search: of everything that is learnt from it.
+
+    Args:
+        epsilon: privacy cost of the whole search at ``delta``.
+        delta: delta of the guarantee.
+        search: the trials, and what each may cost.
+        unit: unit of privacy in words.
+    """
     if search.noiseless:
         return NO_PRIVACY
     promise = _promise(epsilon, delta, unit)
@@ -127,6 +150,7 @@ def _promise(epsilon: float, delta: float, unit: str) -> str:
 
 
 def _done(event: TrainingEvent, unit: str) -> str:
+    """Return an event in words, such as "300 Poisson-sampled steps at rate 0.02 with ..."."""
     several, sigma = "s" * (event.steps > 1), event.noise_multiplier
     if event.records == "test":
         return f"{event.steps} score{several} of test records with noise multiplier {sigma:.10g}"

@@ -9,8 +9,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
 
-#: Commands that have a module of their name. The others are in ``reading``.
-OWN = ("train", "account", "compare", "tune", "runs")
+#: Commands that have a module of their name. The others are in ``scored`` and ``reading``.
+WITH_MODULE = ("train", "account", "compare", "tune", "runs")
 #: The commands, with the first paragraph of their help.
 COMMANDS: Mapping[str, str] = {
     "train": "Train a model under differential privacy.",
@@ -40,25 +40,39 @@ COMMANDS: Mapping[str, str] = {
 
 
 def load_command(name: str) -> TyperCommand:
-    """Import a command."""
+    """Import a command.
+
+    Args:
+        name: name of the command, a key of :data:`COMMANDS`.
+
+    Returns:
+        The command with all of its options.
+    """
     from dpmac_cli.cli.options import built  # noqa: PLC0415  (help need not wait for it)
 
-    other = "scored" if name in ("eval", "predict") else "reading"
-    module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")
-    return built(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
+    if name in WITH_MODULE:
+        module_name = name
+    else:
+        module_name = "scored" if name in ("eval", "predict") else "reading"
+    module = importlib.import_module(f"dpmac_cli.cli.{module_name}")
+    function = "evaluate" if name == "eval" else name  # eval is a function of Python
+    return built(name, getattr(module, function))
 
 
 class Commands(TyperGroup):
-    """The commands, by their summaries until one of them is called."""
+    """The commands, by their summaries until one of them is called.
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    So help, completion and messages about misspelt commands import no module of a command.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.commands = {
             name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
         }
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with their whole summaries."""
+        """Write the commands with their whole summaries, which typer would cut."""
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 

@@ -1,8 +1,15 @@
-"""dpmac compare: train many runs, and show a table of results."""
+"""dpmac compare: train many runs, and show a table of results.
+
+The grid of runs is validated as a whole before anything is trained. Then runs that are not
+finished are trained by commands (:mod:`dpmac_cli.studies.local`) or by tasks of Ray
+(:mod:`dpmac_cli.studies.ray_cluster`), and the table is made from the reports of all runs. One
+command at a time works in the folder of a study.
+"""
 
 import contextlib
+import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from json import loads
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +19,6 @@ from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID
-from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
@@ -32,7 +38,9 @@ from dpmac_cli.tasks.task import METRICS
 
 #: Folder of the runs of a study, in its own.
 RUNS = "runs"
-
+#: Largest number of seeds that are listed one by one.
+MOST_LISTED = 5
+STOPPING = "stopping: each run finishes its step and saves; repeat to stop immediately"
 
 Jobs = Annotated[
     SmallCount | None,
@@ -79,7 +87,7 @@ def compare(
     plot: StudyPlot = None,
     json: PrintJson = False,
     quiet: Quiet = False,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -100,7 +108,7 @@ def compare(
     """
     raise_errors(_faults(executor, cluster, plot))
     with console.waiting(quiet, "settings"):
-        grid = plan(given, config, out / RUNS)
+        grid = plan(settings, config, out / RUNS)
     if not quiet:
         console.print_notes(grid.notes)
         console.print_private_notes(grid.private_notes)
@@ -146,32 +154,50 @@ def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
         console.print_result(to_json({"runs": len(grid.runs), "commands": [*_commands(grid)]}))
         return
     with console.waiting(quiet, "privacy costs"):
-        planned = planned_runs(grid)
-    console.stdout().print(planned)
+        titles, *rows = grid.planned()
+    out = console.stdout()
+    out.print(console.plain_table(titles, rows))
+    out.print(f"{counted(len(grid.runs), 'run')}; {_seeds(grid)}; finished runs are not repeated")
 
 
 def _carry_out(
     grid: Grid, out: Path, screen: Console, executor: str, jobs: int | None, cluster: str | None
 ) -> tuple[dict[int, str], bool]:
-    """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
+    """Train the runs that are not finished.
+
+    Args:
+        grid: the study.
+        out: its folder, which is locked meanwhile.
+        screen: where progress is shown.
+        executor: "local", or "ray".
+        jobs: largest number of runs at a time; None for the default of the executor.
+        cluster: address of a Ray cluster; None for the default.
+
+    Returns:
+        Why runs failed, by their indices in the grid, and whether the study was interrupted.
+
+    Raises:
+        InputError: the cluster does not answer, or the folder is in use or cannot be written.
+    """
     failures: dict[int, str] = {}
-    with contextlib.ExitStack() as held:
-        asked = held.enter_context(stop_request())
+    with contextlib.ExitStack() as resources:
+        stop_asked = resources.enter_context(stop_request())
         workers: local.Executor | None = None
         if _missing(grid) and executor == "ray":
             # Nothing is written if the cluster is not available.
-            held.enter_context(late.ray_cluster.connected(cluster))
+            resources.enter_context(late.ray_cluster.connected(cluster))
             workers = late.ray_cluster.Tasks(grid.runs, jobs)
         elif _missing(grid):
             workers = local.Commands(grid.runs, jobs)
         folder.make_folder(out / RUNS)
-        held.enter_context(folder.locked(out))
+        resources.enter_context(folder.locked(out))
         missing = _missing(grid)
-        looks = local.carry_out(workers, grid.runs, missing, asked) if workers else ()
-        for number, failure in shown(looks, screen, grid, missing):
-            if failure:
-                failures[number] = failure
-        return failures, asked()
+        display = resources.enter_context(contextlib.closing(StudyDisplay(screen, grid, missing)))
+        if workers is not None:
+            for look in local.carry_out(workers, grid.runs, missing, stop_asked):
+                display.show(look, stopping=stop_asked())
+                failures |= {number: failure for number, failure in look.ended if failure}
+        return failures, stop_asked()
 
 
 def _commands(grid: Grid) -> Iterator[str]:
@@ -189,6 +215,10 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
     """Yield one line per reason, with the first run that failed for that reason.
 
     Reasons are the same if they differ in the folder of the run only.
+
+    Args:
+        grid: the study.
+        failures: why runs failed, by their indices in the grid.
     """
     by_reason: dict[str, list[int]] = {}
     for number, why in failures.items():
@@ -198,47 +228,90 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
         yield f"{run.folder.name} (seed {run.seed}){more}: {failures[first]}"
 
 
-def shown(
-    looks: Iterable[local.Look], screen: Console, grid: Grid, missing: Sequence[int]
-) -> Iterator[tuple[int, str | None]]:
-    """Yield the runs that ended, and why they failed.
+class StudyDisplay:
+    """A line per finished run and, on a terminal, bars below them.
 
-    Print a line per finished run; below them, on a terminal, a bar for each run in training and one
-    of all steps, with the time that is left.
+    There is a bar for each run in training, and one for the steps of all runs with the time left.
     """
-    found, ended, steps = len(grid.runs) - len(missing), 0, dict.fromkeys(missing, 0)
-    screen.print(
-        f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
-    )
-    columns = "{task.description}", BarColumn(), MofNCompleteColumn()
-    with console.bar(*columns, console=screen) as bar:
-        whole = bar.add_task("all runs, steps", total=sum(_steps(grid, n) for n in missing))
-        bars = dict[int, TaskID]()
-        for look in looks:
-            for number, failure in look.ended:
-                run = grid.runs[number]
-                report = finished_report(run)
-                ended += report is not None or failure is not None
-                steps[number] = _steps(grid, number)
-                if failure:
-                    screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
-                elif report is not None:
-                    metric = METRICS[run.plan.settings.metric]
-                    value = score_in(report, metric.key)
-                    score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
-                    screen.print(Text(f"{ended}/{len(missing)}  {run.name}{score}"))
-                yield number, failure
-            if bar.disable:
-                continue
-            for number in bars.keys() - {*look.running}:
-                bar.remove_task(bars.pop(number))
-            for number in look.running:
-                if number not in bars:
-                    name = escape(grid.runs[number].name)
-                    bars[number] = bar.add_task(name, total=_steps(grid, number))
-                steps[number] = steps_so_far(grid.runs[number])
-                bar.update(bars[number], completed=steps[number])
-            bar.update(whole, completed=sum(steps.values()))
+
+    def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
+        """Print how many runs there are, and begin the bars.
+
+        Args:
+            screen: where to print.
+            grid: the study.
+            missing: indices of the runs that are not finished.
+        """
+        self.screen, self.grid = screen, grid
+        self._count, self._ended = len(missing), 0
+        self._stopping = False
+        self._steps = dict.fromkeys(missing, 0)
+        finished = len(grid.runs) - len(missing)
+        again = f", {finished} of them found finished" if finished else ""
+        screen.print(f"{counted(len(grid.runs), 'run')}{again}; {_seeds(grid)}")
+        self._bar = console.bar(
+            *("{task.description}", BarColumn(), MofNCompleteColumn()),
+            console=screen,
+            speed_estimate_period=math.inf,  # steps are only seen at evaluations
+        )
+        total = sum(_steps(grid, number) for number in missing)
+        self._all_runs = self._bar.add_task("all runs, steps", total=total)
+        self._bars = dict[int, TaskID]()
+        self._bar.start()
+
+    def show(self, look: local.Look, *, stopping: bool) -> None:
+        """Print a line for each run that has ended, and update the bars.
+
+        Args:
+            look: the runs in training, and those that have ended since the last look.
+            stopping: whether the user has asked the study to stop.
+        """
+        if stopping and not self._stopping:
+            self._stopping = True
+            self.screen.print(Text(STOPPING, console.ATTENTION))
+        for number, failure in look.ended:
+            self._print_ended(number, failure)
+        if not self._bar.disable:
+            self._update_bars(look.running)
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._bar.stop()
+
+    def _print_ended(self, number: int, failure: str | None) -> None:
+        run = self.grid.runs[number]
+        report = finished_report(run)
+        self._steps[number] = _steps(self.grid, number)
+        if failure:
+            self._ended += 1
+            self.screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
+        elif report is not None:
+            self._ended += 1
+            metric = METRICS[run.plan.settings.metric]
+            value = score_in(report, metric.key)
+            score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
+            self.screen.print(Text(f"{self._ended}/{self._count}  {run.name}{score}"))
+
+    def _update_bars(self, running: Sequence[int]) -> None:
+        for number in self._bars.keys() - set(running):
+            self._bar.remove_task(self._bars.pop(number))
+        for number in running:
+            run = self.grid.runs[number]
+            if number not in self._bars:
+                total = _steps(self.grid, number)
+                self._bars[number] = self._bar.add_task(escape(run.name), total=total)
+            self._steps[number] = steps_so_far(run)
+            self._bar.update(self._bars[number], completed=self._steps[number])
+        self._bar.update(self._all_runs, completed=sum(self._steps.values()))
+
+
+def _seeds(grid: Grid) -> str:
+    """Return which seeds the runs of each cell have, and the flag for others."""
+    seeds = grid.seeds
+    if len(seeds) > MOST_LISTED:
+        return f"{len(seeds)} seeds in each cell (--seeds)"
+    title = "seed" if len(seeds) == 1 else "seeds"
+    return f"{title} {', '.join(map(str, seeds))} in each cell (--seeds)"
 
 
 def _steps(grid: Grid, number: int) -> int:
@@ -253,10 +326,3 @@ def steps_so_far(run: Run) -> int:
         return int(loads(lines[-1])["step"])
     except (*folder.BROKEN, IndexError):
         return 0
-
-
-def planned_runs(grid: Grid) -> Table:
-    """Return a table of the runs of a study, the privacy cost of each, and their steps."""
-    said = f"{counted(len(grid.runs), 'run')}; finished runs are not repeated"
-    titles, *rows = grid.planned()
-    return console.plain_table(titles, rows, caption=said, caption_justify="left")

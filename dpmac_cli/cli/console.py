@@ -1,7 +1,13 @@
-"""Terminal output: results, errors and notes. Imports no torch."""
+"""Terminal output: results, errors and notes. Imports no torch.
+
+There are two kinds of output. A result, which a program may read, must be written whole: if it
+cannot be, the command fails. Progress and notes are expendable: a pager that was closed does not
+end hours of training. Colors and bars are only for terminals, and honor NO_COLOR.
+"""
 
 import contextlib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +17,6 @@ from rich import progress
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
-from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, as_flags, escaped, explain_os_error
 from dpmac_cli.progress import Computing, heard_by
@@ -21,8 +26,6 @@ from dpmac_cli.progress import Computing, heard_by
 ATTENTION = "magenta"
 #: Width of a line that is not on a terminal: no table needs more.
 UNLIMITED = 10_000
-#: Replaces a rich style that uses one of these colors.
-THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
@@ -65,7 +68,11 @@ class Expendable:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect a stream, including its buffer, to the null device."""
+    """Redirect a stream to the null device, so that what its buffer holds raises no error.
+
+    Args:
+        stream: a stream of a file, such as sys.stdout.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -89,7 +96,11 @@ def stdout() -> Console:
 
 
 def widen(out: Console) -> None:
-    """Let tables be as wide as they need where lines are read by a program or a pager."""
+    """Let tables be as wide as they need where lines are read by a program or a pager.
+
+    Args:
+        out: the console, which keeps its width if it is a terminal.
+    """
     if not out.is_terminal:
         out.width = UNLIMITED
 
@@ -101,17 +112,18 @@ def plain_table(
     justify: JustifyMethod = "left",
     bold: str = "",
     no_wrap: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> Table:
     """Return a table without lines, in which text is shown as it is.
 
     Args:
-        columns: titles of the columns, of which ``bold`` is emphasised.
+        columns: titles of the columns.
         rows: cells of each row.
         justify, no_wrap: see :meth:`rich.table.Table.add_column`; for all columns.
-        more: see :class:`rich.table.Table`.
+        bold: title of the column to emphasise; "" for none.
+        options: see :class:`rich.table.Table`.
     """
-    table = Table(box=None, pad_edge=False, **more)
+    table = Table(box=None, pad_edge=False, **options)
     for name in columns:
         style = "bold" if name == bold else ""
         table.add_column(name, justify=justify, style=style, no_wrap=no_wrap)
@@ -121,7 +133,12 @@ def plain_table(
 
 
 def for_display(quiet: bool, json: bool) -> Console:
-    """Return the expendable console for progress: stderr if stdout is for JSON."""
+    """Return the expendable console for progress.
+
+    Args:
+        quiet: whether it prints nothing.
+        json: whether standard output is for JSON, so that progress goes to standard error.
+    """
     return _console(Expendable(sys.stderr if json else sys.stdout), quiet)
 
 
@@ -137,41 +154,100 @@ def check_kept() -> None:
 def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
     wrap = not file.isatty()
     # Expendable has all methods of a file that rich calls, but not its type.
-    return _Console(file=file, quiet=quiet, theme=THEME, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
+    return _Console(file=file, quiet=quiet, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Keep output of a user-supplied model off stdout if that is for JSON."""
+    """Return a context that keeps output of a user-supplied model off standard output.
+
+    Args:
+        json: whether standard output is for JSON; otherwise the context does nothing.
+    """
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
+class Done(progress.MofNCompleteColumn):
+    """Column of a progress bar with what is done, such as 120/480; empty without a total."""
+
+    def render(self, task: progress.Task) -> Text:
+        """Return the text of a task."""
+        return Text("") if task.total is None else super().render(task)
+
+
+class TimeLeft(progress.ProgressColumn):
+    """Column of a progress bar with the estimated time left, such as "1:35 left".
+
+    It is empty as long as there is no estimate, and "finishing" once everything that the bar counts
+    is done and its task has not ended yet.
+    """
+
+    #: Seconds between updates, so that the time can be read.
+    max_refresh = 0.5
+
+    def render(self, task: progress.Task) -> Text:
+        """Return the text of a task."""
+        if task.finished:
+            return Text("finishing", "dim")
+        seconds = task.time_remaining
+        return Text("" if seconds is None else f"{duration(seconds)} left", "dim")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in minutes and seconds, and in hours if there are any.
+
+    >>> duration(95), duration(7295)
+    ('1:35', '2:01:35')
+    """
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
+
+
 def bar(
-    *columns: str | progress.ProgressColumn, console: Console, **more: Any
+    *columns: str | progress.ProgressColumn, console: Console, **options: Any
 ) -> progress.Progress:
-    """Return a transient progress bar with the remaining time, only shown on a terminal."""
-    off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
-    return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
+    """Return a transient progress bar with the time left, which is only shown on a terminal.
+
+    Args:
+        columns: columns before that of the time.
+        console: where it is shown, unless that is quiet or no terminal.
+        options: see :class:`rich.progress.Progress`.
+    """
+    hidden = console.quiet or not console.is_terminal
+    return progress.Progress(
+        *columns, TimeLeft(), console=console, transient=True, disable=hidden, **options
+    )
 
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
-    """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
-    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
+    """Show the progress of computations on a terminal's stderr.
+
+    Args:
+        quiet: whether nothing is shown; nor is it by processes of a run other than the first.
+        first: text to show before a computation starts; "" for none.
+    """
+    columns = ("{task.description}", progress.BarColumn(), Done())
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
-    shown = bar(*columns, console=console)
-    task = shown.add_task(first, total=None)
+    display = bar(*columns, console=console)
+    task = display.add_task(first, total=None)
     if first:
-        shown.start()
+        display.start()
 
     def show(event: Computing) -> None:
-        shown.update(task, description=event.what, total=event.records, completed=event.done)
-        (shown.start if event.done < event.records else shown.stop)()
+        display.update(task, description=event.what, total=event.records, completed=event.done)
+        if event.done < event.records:
+            display.start()
+        else:
+            display.stop()
 
     try:
         with heard_by(show):
             yield
     finally:
-        shown.stop()
+        display.stop()
 
 
 def print_result(text: str) -> None:
@@ -182,12 +258,17 @@ def print_result(text: str) -> None:
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
     """Print messages on stderr, one per line, with settings as flags.
 
-    Whatever they name, a terminal takes none of it for commands.
+    Control characters are escaped, so a terminal takes nothing that a message quotes for commands.
+
+    Args:
+        errors: messages, in which settings are in braces: "{lr}".
+        label: text before each of them.
+        style: style of the label, see rich.
     """
     console = _console(Expendable(sys.stderr))
     for error in errors:
-        said = "\n".join(map(escaped, as_flags(error).split("\n")))
-        console.print(Text.assemble((f"{label}: ", style), said))
+        lines = [escaped(line) for line in as_flags(error).split("\n")]
+        console.print(Text.assemble((f"{label}: ", style), "\n".join(lines)))
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -1,15 +1,18 @@
-"""Display of training runs and evaluations."""
+"""Display of training runs and evaluations.
+
+What is shown of a run in training is private or public, like what is published of it: steps,
+epsilon and test scores. There is no loss of training records, no batch size and no norm.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
@@ -48,12 +51,19 @@ NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red
 
 
 def epsilon_or_dots(epsilon: float | None) -> str:
-    """Return epsilon, rounded up, or dots while it is still being computed."""
+    """Return epsilon, rounded up; dots for None, while it is still being computed.
+
+    >>> epsilon_or_dots(1.23401), epsilon_or_dots(None)
+    ('1.235', '...')
+    """
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
 class RunDisplay:
-    """One line per evaluation and, on a terminal, a live bar of steps."""
+    """One line per evaluation and, on a terminal, a live bar of steps.
+
+    It is for one run: :meth:`show` takes its events in their order.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -71,7 +81,11 @@ class RunDisplay:
         )
 
     def show(self, event: RunEvent) -> None:
-        """Print a line for important events, and update the bar below."""
+        """Print a line for important events, and update the bar below.
+
+        Args:
+            event: the next event of the run, of which the first is that it has started.
+        """
         match event:
             case Started():
                 self._plan = event.plan
@@ -84,8 +98,8 @@ class RunDisplay:
                 self._bar.start()
             case Update():
                 if event.chunk is not None:
-                    said = f"memory ran out in step {event.event.step}: continuing with"
-                    self.print(Text(f"{said} {event.chunk} samples at a time", ATTENTION))
+                    note = f"memory ran out in step {event.event.step}: continuing with"
+                    self.print(Text(f"{note} {event.chunk} samples at a time", ATTENTION))
                 self._move(event)
             case Run():
                 self.close()
@@ -94,14 +108,15 @@ class RunDisplay:
 
     def print(self, *lines: Text) -> None:
         """Print lines above the bar."""
-        self.console.print(*lines, sep="\n", end="\n" * bool(lines))
+        for line in lines:
+            self.console.print(line)
 
     def compute(self, event: Computing) -> None:
-        """Say once that records are computed on, and show the progress."""
-        said = f"computing {event.what} of {event.records:,} records, once: kept in {event.folder}"
-        if said != self._computing:
-            self.print(Text(said, "dim"))
-        self._computing = said
+        """Print once that records are computed on."""
+        line = f"computing {event.what} of {event.records:,} records, once: kept in {event.folder}"
+        if line != self._computing:
+            self.print(Text(line, "dim"))
+        self._computing = line
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
@@ -111,14 +126,12 @@ class RunDisplay:
             self.print(Text(note, ATTENTION))
         step = event.event.step
         self._pace(step, event.event.seconds, self._plan.event.steps)
-        # An upper bound: between points of the schedule, show the next point's epsilon.
-        spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
-        self._bar.update(
-            self._task,
-            completed=step,
-            description=f"epoch {math.ceil(step / self._plan.event.steps_per_epoch)}",
-            figures=spent if self._plan.private else "no privacy",
-        )
+        figures = "no privacy"
+        if self._plan.private:
+            # An upper bound: between points of the schedule, show the next point's epsilon.
+            figures = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
+        epoch = math.ceil(step / self._plan.event.steps_per_epoch)
+        self._bar.update(self._task, completed=step, description=f"epoch {epoch}", figures=figures)
         if isinstance(event.event, Evaluated):
             result = event.event.result
             if isinstance(result, evaluation.Evaluation):
@@ -129,25 +142,34 @@ class RunDisplay:
         """Yield a note on a model that learned little, and what can be done in this run."""
         remark = result.remark(self._plan.settings.loss)
         if remark is not None:
-            said, untaught = remark
-            yield f"{said} {remedy(self._plan)}" if untaught else said
+            note, learned_nothing = remark
+            yield f"{note} {remedy(self._plan)}" if learned_nothing else note
 
     def _pace(self, step: int, seconds: float, steps: int) -> None:
-        """Print how long a slow run will take, once, and what would be faster."""
-        first, began = self._begun = self._begun or (step, seconds)  # it prepares the others
+        """Print how long a slow run will take, once, and what would be faster.
+
+        Args:
+            step: the last step.
+            seconds: seconds of training up to it.
+            steps: number of steps of the run.
+        """
+        if self._begun is None:  # the first step prepares the others
+            self._begun = step, seconds
+        first, began = self._begun
         if self._paced or seconds < began + PACED or step == first:
             return
         self._paced = True
-        left = (seconds - began) / (step - first) * (steps - step)
-        if left > LONG:
-            head = self._plan.facts.records.kind == "images" and not self._plan.features
-            ways = ["fewer --epochs"]
-            if self._plan.model.name != SMALLEST:
-                ways.append("a smaller --model")
-            if head:
-                ways.append("a head on a public network: --backbone")
-            note = f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: "
-            self.print(Text(note + ", or ".join(ways), ATTENTION))
+        seconds_left = (seconds - began) / (step - first) * (steps - step)
+        if seconds_left <= LONG:
+            return
+        ways = ["fewer --epochs"]
+        if self._plan.model.name != SMALLEST:
+            ways.append("a smaller --model")
+        if self._plan.facts.records.kind == "images" and not self._plan.features:
+            ways.append("a head on a public network: --backbone")
+        hours = f"{seconds_left / 3600:.1f} hours"
+        note = f"note: at this pace, training takes {hours} more. Faster: {', or '.join(ways)}"
+        self.print(Text(note, ATTENTION))
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -159,13 +181,14 @@ class RunDisplay:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan, facts, (trained, total) = event.plan, event.plan.facts, event.parameters
-    settings, of_all = plan.settings, f" trained of {total:,}" * (trained < total)
+    """Yield the lines above the bar of a run: what is trained, with which noise, and where."""
+    plan, facts, settings = event.plan, event.plan.facts, event.plan.settings
+    trained, total = event.parameters
+    size = f"{trained:,} trained of {total:,}" if trained < total else f"{trained:,}"
     yield Text.assemble(
         (plan.optimizer.name, "bold"),
-        f" on {facts.name}: {facts.train_size:,} "
-        f"{'units' if facts.unit else 'records'}, "
-        f"{plan.model.name} with {trained:,}{of_all} parameters, {settings.device}",
+        f" on {facts.name}: {facts.train_size:,} {'units' if facts.unit else 'records'}, "
+        f"{plan.model.name} with {size} parameters, {settings.device}",
     )
     if not plan.private:
         yield NO_PRIVACY
@@ -179,20 +202,22 @@ def _heading(event: Started) -> Iterator[Text]:
             noises = ", ".join(f"{counts.noise_multiplier:g}" for counts in plan.ranges)
             yield Text(f"ranges found before the first step by histograms, noise {noises}")
         if plan.histogram is not None:
-            counted = plan.histogram.noise_multiplier
-            yield Text(f"calibrated after the last step by one histogram, noise {counted:g}")
-        several = f"{plan.unit}, given by {facts.unit}"
-        yield Text(f"unit of privacy: {several if facts.unit else facts.records.one}")
+            noise = plan.histogram.noise_multiplier
+            yield Text(f"calibrated after the last step by one histogram, noise {noise:g}")
+        unit = f"{plan.unit}, given by {facts.unit}" if facts.unit else facts.records.one
+        yield Text(f"unit of privacy: {unit}")
     if settings.canaries:
         audit = f"AUDIT: {settings.canaries:,} canaries, about half of them trained on; the model "
         yield Text(f"{audit}will be unfit for release", "bold red")
     if event.done:
         yield Text(f"continuing after step {event.done}, with new noise", ATTENTION)
-    yield from (Text(f"note: {as_flags(note)}", ATTENTION) for note in event.notes)
+    for note in event.notes:
+        yield Text(f"note: {as_flags(note)}", ATTENTION)
     yield Text(f"writing {event.folder}", style="dim")
 
 
 def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
+    """Return the line of an evaluation; ``epsilon`` is inf without privacy."""
     private, result = epsilon is None or not math.isinf(epsilon), event.result
     line = Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
@@ -200,13 +225,20 @@ def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
     )
     unreleased = isinstance(result, PrivateScore) and math.isnan(result.share)
     if result is not None and not unreleased:
-        shown = METRICS[metric]
-        line.append(f"  test {shown.title} ").append(shown.text(result.metric(metric)), "bold")
+        chosen = METRICS[metric]
+        line.append(f"  test {chosen.title} ")
+        line.append(chosen.text(result.metric(metric)), "bold")
     return line
 
 
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
-    """Yield the test score of a finished run, and its interval if noise was added to it."""
+    """Yield the test score of a finished run, and its interval if noise was added to it.
+
+    Args:
+        report: the run's report.json.
+        metric: name of the metric to show first. Others follow that a constant prediction has a
+            value of, so that it can be told what was learned.
+    """
     scores, chosen = report["scores"], METRICS[metric]
     if scores is None:
         yield Text("no test records: nothing was scored")
@@ -216,18 +248,20 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
         yield Text("no test score was released: the run ended before its last step", ATTENTION)
         return
     counted = "units" if covered and report["data"]["unit"] else "samples"
-    shown = (chosen.text(value), "bold")
+    figure = (chosen.text(value), "bold")
     size = f" on {scores['samples']:,} {counted}"
-    yield Text.assemble(f"test {chosen.title} ", shown, size, _beside(scores, chosen))
+    yield Text.assemble(f"test {chosen.title} ", figure, size, _beside(scores, chosen))
     for other in METRICS.values():
-        if other != chosen and (beside := _beside(scores, other)):
+        beside = _beside(scores, other)
+        if other != chosen and beside:
             yield Text(f"test {other.title} {other.text(scores[other.key]['value'])}{beside}")
-    if (coverage := scores.get("interval_coverage")) is not None:
+    coverage = scores.get("interval_coverage")
+    if coverage is not None:
         yield Text(f"test targets in their intervals of 90%: {percent_or_dash(coverage)}")
-    classes = report["data"]["classes"]
-    if len(classes) == 2 and (sensitivity := scores.get("sensitivity")):
-        both = zip(classes, map(percent_or_dash, sensitivity), strict=True)
-        yield Text(f"test sensitivity {', '.join(f'{share} of {name}' for name, share in both)}")
+    classes, sensitivity = report["data"]["classes"], scores.get("sensitivity")
+    if len(classes) == 2 and sensitivity:
+        first, second = map(percent_or_dash, sensitivity)
+        yield Text(f"test sensitivity {first} of {classes[0]}, {second} of {classes[1]}")
     if covered:
         low, high = map(chosen.text, scores["interval"])
         yield Text(
@@ -236,13 +270,23 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
 
 
 def _beside(scores: Mapping[str, Any], metric: EvaluationMetric) -> str:
-    """Return what a metric is for a constant prediction, in words; "" if it is not in a report."""
+    """Return what a metric is for a constant prediction, in words; "" if it is not in a report.
+
+    Args:
+        scores: scores of a report, by key.
+        metric: the metric.
+    """
     constant = scores.get(metric.key, {}).get("constant")
     return "" if constant is None else f" (a constant prediction: {metric.text(constant)})"
 
 
 def summary(event: Run, metric: str) -> Iterator[Text]:
-    """Yield the result of a run: its score, its privacy cost, its files, and what to do next."""
+    """Yield the result of a run: its score, its privacy cost, its files, and what to do next.
+
+    Args:
+        event: the end of the run.
+        metric: name of the metric to show first.
+    """
     report, where = event.report, event.folder
     settings, sentences = report["settings"], report["sentences"]
     yield from score_lines(report, metric)
@@ -263,7 +307,8 @@ def summary(event: Run, metric: str) -> Iterator[Text]:
     if "audit_run" in sentences:
         yield Text(sentences["audit_run"], style="bold red")
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT, folder.ADAPTER)
-    yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
+    written = [name for name in names if (where / name).exists()]
+    yield Text(f"{where}: {', '.join(written)}")
     if event.state == "finished":
         # Exact scores of records that covered scores protect would undo that.
         unscored = settings["cover_scores"] or report["scores"] is None
@@ -274,16 +319,20 @@ def summary(event: Run, metric: str) -> Iterator[Text]:
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
     """Yield warnings about an accuracy."""
-    if lost := result.unanswered:
+    if result.unanswered:
+        samples = f"{result.unanswered:,} of {result.samples:,} test samples"
         yield (
-            f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
-            "(NaN), which counts as wrong. Check divisions, logarithms and roots in its forward "
-            "method."
+            f"for {samples} the network's output is not a number (NaN), which counts as wrong. "
+            "Check divisions, logarithms and roots in its forward method."
         )
 
 
 def remedy(plan: Plan) -> str:
-    """Return what may help a model that learned nothing, in one sentence or two."""
+    """Return what may help a model that learned nothing, in one sentence or two.
+
+    Args:
+        plan: plan of its run, which says what is set already.
+    """
     if not plan.private:
         other = "--model" if plan.model.name != SMALLEST else f"--model than {SMALLEST}"
         return f"Train longer, or with another --lr or {other}."
@@ -299,83 +348,83 @@ def remedy(plan: Plan) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Cells:
-    """Cells of text, one row per class or metric, below a title."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    bold: tuple[str, ...] = ()  # columns to emphasise
-
-
-def cells_by_class(names: Sequence[str], details: Mapping[str, Any]) -> Cells:
+def table_by_class(names: Sequence[str], details: Mapping[str, Any]) -> Table:
     """Return counts with sensitivity and specificity, one row per true class.
 
-    ``details`` are those of a classifier, see :meth:`~dpmac_cli.tasks.task.Task.details`.
+    Args:
+        names: names of the classes.
+        details: details of a classifier, see :meth:`~dpmac_cli.tasks.task.Task.details`.
     """
+    table = Table(title="rows: true class, columns: predicted")
+    table.add_column("")
+    for name in names:
+        table.add_column(name)
+    for name in ("sens.", "spec."):
+        table.add_column(name, style="bold")
     rates = (details["sensitivity"], details["specificity"])
-    by_class = zip(names, details["confusion"], *rates, strict=True)
-    rows = tuple(
-        (name, *map(str, row), *map(percent_or_dash, both)) for name, row, *both in by_class
-    )
-    columns = (*names, "sens.", "spec.")
-    return Cells("rows: true class, columns: predicted", columns, rows, bold=columns[-2:])
-
-
-def as_tables(found: Cells, width: int) -> Iterator[Table]:
-    """Yield the cells of a table, numbers at the right.
-
-    Columns that do not fit beside the others in ``width`` characters are in a table of their own
-    below, so that no number is cut.
-    """
-    first = max((cell_len(row[0]) for row in found.rows), default=0)
-    first = min(first, max(MIN_NAME, width // 3))  # a longer name takes several lines
-    block, used = list[int](), first + BORDER
-    for place, name in enumerate(found.columns):
-        need = max(cell_len(text) for text in (name, *(row[place + 1] for row in found.rows)))
-        if block and used + need + BORDER > width - 1:
-            yield _block(found, block, first)
-            block, used = [], first + BORDER
-        block.append(place)
-        used += need + BORDER
-    yield _block(found, block, first)
-
-
-def _block(found: Cells, places: Sequence[int], first: int) -> Table:
-    """Return some columns of a table, beside the names of its rows of width ``first``."""
-    table = Table(title=found.title, title_justify="left")
-    table.add_column("", max_width=first, overflow="fold")
-    for place in places:
-        name = found.columns[place]
-        style = "bold" if name in found.bold else None
-        table.add_column(name, justify="right", style=style, no_wrap=True, overflow="fold")
-    for name, *cells in found.rows:
-        table.add_row(name, *(cells[place] for place in places))
+    for name, counts, *both in zip(names, details["confusion"], *rates, strict=True):
+        table.add_row(name, *map(str, counts), *map(percent_or_dash, both))
     return table
+
+
+def in_blocks(table: Table, width: int) -> Iterator[Table]:
+    """Yield a table in as many tables as it needs, so that no number is cut.
+
+    Columns that do not fit beside the others are in a table of their own below. The first column,
+    with the names of the rows, is in each. Numbers are at the right.
+
+    Args:
+        table: a table of text, with a column of names and at least one of numbers.
+        width: characters in a line.
+    """
+    names, *columns = table.columns
+    longest = max((cell_len(str(name)) for name in names.cells), default=0)
+    names.overflow = "fold"
+    names.max_width = min(longest, max(MIN_NAME, width // 3))  # a longer name takes several lines
+    block, used = list[Column](), names.max_width + BORDER
+    for column in columns:
+        column.justify, column.no_wrap, column.overflow = "right", True, "fold"
+        texts = (str(text) for text in (column.header, *column.cells))
+        needed = max(map(cell_len, texts)) + BORDER
+        if block and used + needed > width - 1:
+            yield _with_columns(table, [names, *block])
+            block, used = [], names.max_width + BORDER
+        block.append(column)
+        used += needed
+    yield _with_columns(table, [names, *block])
+
+
+def _with_columns(table: Table, columns: list[Column]) -> Table:
+    """Return a table of some columns of another one."""
+    part = Table(title=table.title, title_justify="left")
+    part.columns, part.rows = columns, table.rows
+    return part
 
 
 def follow(
     events: Iterator[RunEvent],
     display: RunDisplay,
-    asked: Callable[[], bool],
+    stop_asked: Callable[[], bool],
 ) -> Run:
     """Show the events of a run until it ends.
 
-    ``asked`` returns whether the user has asked it to stop.
+    Args:
+        events: the events of the run.
+        display: where they are shown.
+        stop_asked: returns whether the user has asked it to stop.
 
     Raises:
         Exit: it was interrupted immediately; the command to resume it was printed.
         DpmacError: it failed; the message has the reason and the command to resume it.
     """
-    where, told = None, False
+    where, stopping = None, False
     try:
         with heard_by(display.compute):
             for event in events:
                 if isinstance(event, Started):
                     where = event.folder
-                if isinstance(event, Update) and asked() and not told:
-                    told = True
+                if isinstance(event, Update) and stop_asked() and not stopping:
+                    stopping = True
                     display.stopping()
                 display.show(event)
                 if isinstance(event, Run):
@@ -388,14 +437,19 @@ def follow(
             raise InputError(f"{explain_os_error(failure)} {_way_on(where)}") from failure
         if isinstance(failure, RunError):
             changes = ["--lr LESS"] if isinstance(failure, DivergedError) else []
-            way = _way_on(where, changes)
-            raise RunError([f"{error} {way}" for error in failure.errors]) from failure
+            remedy_of_run = _way_on(where, changes)
+            raise RunError([f"{error} {remedy_of_run}" for error in failure.errors]) from failure
         stop(f"interrupted immediately. {_way_on(where)}", INTERRUPTED)
     raise AssertionError("a run that neither finished nor failed")
 
 
 def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
-    """Return a sentence with the command to resume a failed run."""
+    """Return a sentence with the command to resume a failed run.
+
+    Args:
+        where: folder of the run.
+        changes: flags of settings that must differ; without any, the run is resumed where it is.
+    """
     if not checkpoint.path_in(where).exists():
         return "The run's checkpoint no longer exists, so it cannot be resumed. Start a new run."
     command = folder.resume_command(where)

@@ -1,4 +1,9 @@
-"""Commands as typer runs them: options from fields of models, and failures as messages."""
+"""Commands as typer runs them: options from fields of models, and failures as messages.
+
+A field of a pydantic model has a type, limits, a default and a help. An option of a command is made
+from it, and remains text until the model validates it, so that flags, YAML files and keywords of
+programs have the same rules and messages, and all faults are reported together.
+"""
 
 import functools
 import inspect
@@ -46,20 +51,28 @@ class Command(TyperCommand):
     """A command whose help has its options by group, and which suggests misspelt ones."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options; a switch has no placeholder."""
-        return without_placeholders(super().get_params(ctx))
+        """Return the arguments and options, where a switch has no placeholder for a value."""
+        parameters: list[Any] = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments; exit with a usage error for an option that there is not."""
-        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        typed = args[: args.index("--") if "--" in args else None]
-        flags = dict.fromkeys(arg.partition("=")[0] for arg in typed if arg.startswith("--"))
+        known = set[str]()
+        for parameter in self.get_params(ctx):
+            known.update(parameter.opts)
+        before_arguments = args[: args.index("--")] if "--" in args else args
         names = [parameter.name for parameter in self.params]
-        faults = list[str]()
-        for flag in [flag for flag in flags if flag not in known]:
+        faults = dict[str, None]()
+        for argument in before_arguments:
+            flag = argument.partition("=")[0]
+            if not flag.startswith("--") or flag in known:
+                continue
             name = flag.removeprefix("--").replace("-", "_")
             error = errors.as_flags(unknown(name, names, RENAMED))
-            faults.append(error.replace(f"'{name}'", flag))
+            faults[error.replace(f"'{name}'", flag)] = None
         if faults:
             ctx.fail("\nError: ".join(faults))
         return super().parse_args(ctx, args)
@@ -78,40 +91,43 @@ class Command(TyperCommand):
 
 
 def group_of(parameter: Any) -> str:
-    """Return the group of the help that a parameter of a command is in."""
+    """Return the group of the help that a parameter of a command is in.
+
+    Args:
+        parameter: an argument or an option of a typer command.
+    """
     if parameter.param_type_name == "argument":
         return ARGUMENTS
     return GROUPS.get(parameter.name, OPTIONS)
-
-
-def without_placeholders(parameters: list[Any]) -> list[Any]:
-    """Return parameters, where a switch has no placeholder for a value."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
 
 
 def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parameter:
     """Return a field as a parameter that becomes an option.
 
     Values remain text, because one model validates flags, YAML and keywords.
+
+    Args:
+        name: name of the field.
+        field: the field, with its type, help and default.
+        several: whether it accepts several values, also if its type does not.
     """
-    shown: Any = partial(typer.Option, f"--{flag_name(name)}")
-    text, choices = help_of(field), choices_of(field)
+    option_of: Any = partial(typer.Option, f"--{flag_name(name)}")
+    text, choices, default = help_of(field), choices_of(field), default_of(field)
     if is_switch(field):
-        return _parameter(name, annotation=Annotated[bool, shown(help=text)], default=False)
+        return _parameter(name, annotation=Annotated[bool, option_of(help=text)], default=False)
     several = several or takes_several(field)
-    named = f" One of {choices.known}." if choices.names else ""
-    otherwise = f" [default: {words}]" if (words := default_of(field)) else ""
+    if choices.names:
+        text += f" One of {choices.known}."
+    if default:
+        text += f" [default: {default}]"
     metavar = "NAME" if choices.names else PLACEHOLDERS[kind_of(field)]
 
     def complete(typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",") if several else ("", "", typed)
         return [f"{before}{comma}{choice}" for choice in choices.names if choice.startswith(last)]
 
-    info = shown(
-        help=f"{text}{named}{otherwise}",
+    info = option_of(
+        help=text,
         show_default=False,
         metavar=f"{metavar},..." if several else metavar,
         autocompletion=complete if choices.names else None,
@@ -120,7 +136,15 @@ def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parame
 
 
 def stop(why: str, code: int) -> NoReturn:
-    """End a stopped command: print the reason and exit with a code."""
+    """End a command that was stopped.
+
+    Args:
+        why: reason to print, and how to go on.
+        code: exit code.
+
+    Raises:
+        Exit: always.
+    """
     console.print_errors([why], label="stopped")
     raise typer.Exit(code)
 
@@ -132,11 +156,11 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         console.prepare_streams()
         try:
-            with console.waiting(given.get("quiet", False)):
-                command(**given)
+            with console.waiting(values.get("quiet", False)):
+                command(**values)
             console.check_kept()
         except (typer.Exit, typer.Abort):
             raise
@@ -146,7 +170,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001  (any bug is one message)
-            if given["debug"]:
+            if values["debug"]:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
@@ -172,22 +196,23 @@ def _explanation(failure: Exception) -> errors.DpmacError:
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
-    """Handle Ctrl-C and SIGTERM: yield a function that returns whether one was received.
+    """Handle Ctrl-C and SIGTERM within a context.
 
-    A second one interrupts immediately.
+    Yields:
+        A function that returns whether one was received. A second one interrupts immediately.
     """
-    asked = threading.Event()
+    received = threading.Event()
 
     def handle(*_: object) -> None:
-        if asked.is_set():
+        if received.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        received.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield received.is_set
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -206,30 +231,31 @@ def command(
         several: names of those of them that accept several values.
         not_both: options that contradict each other, and why.
     """
-    fields = {name: field for some in settings for name, field in some.items()}
+    fields = dict[Any, FieldInfo]()
+    for some in settings:
+        fields |= some
 
     def signed(function: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(function).parameters.values()
-        arguments = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        flags: dict[str, Any] = {
-            each.name: (each.annotation, each.default)
-            for each in parameters
-            if each.kind is each.KEYWORD_ONLY
-        }
-        own = create_model(function.__name__, __base__=Flags, **flags)
-        own.not_both = not_both
-        shown: dict[Any, FieldInfo] = {**fields, **own.model_fields}
-        shown.setdefault("debug", FieldInfo.from_annotated_attribute(Debug, False))
-        signature = [each.replace(kind=each.KEYWORD_ONLY) for each in arguments]
-        signature += [option(name, field, several=name in several) for name, field in shown.items()]
+        signature, keywords = list[inspect.Parameter](), dict[str, Any]()
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                signature.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                keywords[parameter.name] = (parameter.annotation, parameter.default)
+        model = create_model(function.__name__, __base__=Flags, **keywords)
+        model.not_both = not_both
+        options: dict[Any, FieldInfo] = {**fields, **model.model_fields}
+        options.setdefault("debug", FieldInfo.from_annotated_attribute(Debug, False))
+        for name, field in options.items():
+            signature.append(option(name, field, several=name in several))
 
         @reports_failures
         @functools.wraps(function)
         def call(**typed: Any) -> None:
             if "debug" not in fields:
                 del typed["debug"]
-            validated = own.model_validate({name: typed.pop(name) for name in own.model_fields})
-            function(**typed, **{name: getattr(validated, name) for name in own.model_fields})
+            validated = model.model_validate({name: typed.pop(name) for name in keywords})
+            function(**typed, **{name: getattr(validated, name) for name in keywords})
 
         # typer reads options from it, which functions have by no declared attribute.
         call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
@@ -240,12 +266,12 @@ def command(
 
 
 def built(name: str, function: Callable[..., None]) -> TyperCommand:
-    """Return a function that :func:`command` has signed as the command ``name``."""
+    """Return the command ``name`` of a function that :func:`command` has signed."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command(name, cls=Command)(function)
-    found: Any = typer.main.get_command(alone)  # of its only command, so of its class
-    only: TyperCommand = found
-    return only
+    only: Any = typer.main.get_command(alone)  # its only command, so not a group
+    built_command: TyperCommand = only
+    return built_command
 
 
 #: Arguments and options that commands share.
@@ -259,7 +285,14 @@ ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file.
 def faults_of_file(
     path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
 ) -> Iterator[str]:
-    """Yield faults of the path of a file to write."""
+    """Yield faults of the path of a file to write.
+
+    Args:
+        path: the file.
+        kinds: endings that it may have, such as ".png".
+        force: whether an existing file is replaced.
+        flag: name of the flag that the path is from.
+    """
     if path.suffix.lower() not in kinds:
         yield f"--{flag} {path} must end in {' or '.join(kinds)}."
     if not path.parent.is_dir():

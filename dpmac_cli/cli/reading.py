@@ -41,11 +41,12 @@ def card(run: RunFolder, **answers: str | None) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    rows = {
-        name.replace("_", " "): " ".join((text or "").split()) for name, text in answers.items()
-    }
-    written = {name: text for name, text in rows.items() if text}
-    console.print_result(answered_card(run, written))
+    rows = dict[str, str]()
+    for name, text in answers.items():
+        in_one_line = " ".join((text or "").split())
+        if in_one_line:
+            rows[name.replace("_", " ")] = in_one_line
+    console.print_result(answered_card(run, rows))
 
 
 @command()
@@ -112,18 +113,20 @@ def env(*, json: PrintJson = False) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    found = late.environment.facts()
+    facts = late.environment.facts()
     if json:
-        console.print_result(to_json(found))
+        console.print_result(to_json(facts))
         return
-    console.print_result("".join(f"{name}: {_text(value)}\n" for name, value in found.items()))
+    console.print_result("".join(f"{name}: {_text(value)}\n" for name, value in facts.items()))
 
 
 def _text(value: Any) -> str:
     """Return a value in one line, or in one line for each of its parts."""
     if isinstance(value, dict):
-        parts = [f"\n  {name}: {'none' if v is None else v}" for name, v in value.items()]
-        return "".join(parts) or "none"
+        lines = list[str]()
+        for name, part in value.items():
+            lines.append(f"\n  {name}: {'none' if part is None else part}")
+        return "".join(lines) or "none"
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)
@@ -193,24 +196,33 @@ def schema(
     raise_errors(_faults_of_columns({"label": label, "drop": drop, **declared}, columns, file))
     if kinds and text:
         raise InputError("--kinds and --text contradict each other: texts need declared columns.")
-    target = next(iter(label), None)
-    columns |= {name: kind for kind, names in declared.items() for name in names}
+    target = label[0] if label else None
+    kind_of = dict[str, str]()
+    for kind, names in declared.items():
+        kind_of |= dict.fromkeys(names, kind)
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
     if not kinds:
-        console.print_result(draft(file, columns, target, drop, escaped, encoding))
+        all_columns = columns | kind_of
+        console.print_result(draft(file, all_columns, target, drop, escaped, encoding))
         return
-    chosen = {name: kind for kind, names in declared.items() for name in names}
     table = late.kinds.cells_of(file, encoding)
-    found = late.kinds.schema_of_kinds(table, target, chosen, drop=drop)
-    console.print_result(late.kinds.draft_of_kinds(file, found, escaped, encoding))
+    schema_of_table = late.kinds.schema_of_kinds(table, target, kind_of, drop=drop)
+    console.print_result(late.kinds.draft_of_kinds(file, table, schema_of_table, escaped, encoding))
 
 
 def _faults_of_columns(
     named: Mapping[str, Sequence[str]], columns: Iterable[str], file: Path
 ) -> Iterator[str]:
-    """Yield faults of flags that name columns of a table."""
-    if len(labels := named["label"]) > 1:
+    """Yield faults of flags that name columns of a table.
+
+    Args:
+        named: names of columns, by the flag that they were typed for.
+        columns: names of the columns of the table.
+        file: the table.
+    """
+    labels = named["label"]
+    if len(labels) > 1:
         yield (
             f"--label {','.join(labels)}: a model predicts one column. Train one model for each "
             f"number, with a schema of its own: --label {labels[0]} --drop {','.join(labels[1:])}."
@@ -219,11 +231,11 @@ def _faults_of_columns(
     for flag, names in named.items():
         for name in names:
             flags.setdefault(name, []).append(f"--{flag}")
-    for name, some in flags.items():
+    for name, of_column in flags.items():
         if name not in columns:
-            yield f"{some[0]} {name}: {file} has no such column.{near(name, columns)}"
-        elif len(some) > 1:
-            yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
+            yield f"{of_column[0]} {name}: {file} has no such column.{near(name, columns)}"
+        elif len(of_column) > 1:
+            yield f"The column {name} is named twice ({' and '.join(of_column)}): name it once."
 
 
 @command()
@@ -242,6 +254,6 @@ def cache(*, clear: Annotated[StrictBool, Field(description="Remove all files.")
     folder, limit = cache_folder(), cache_size()
     removed = late.cache.make_room(folder, -1) if clear else []
     sizes = [file.stat().st_size for file in late.cache.kept_files(folder)]
-    total, most = decimal(sum(sizes)), decimal(int(limit))
-    said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"
-    console.stdout().print(Text(said))
+    used = f"{decimal(sum(sizes))} of {decimal(int(limit))}"
+    line = f"{folder}: {counted(len(sizes), 'file')}, {used}; {len(removed)} removed"
+    console.stdout().print(Text(line))

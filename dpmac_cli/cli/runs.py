@@ -1,4 +1,8 @@
-"""dpmac runs: one line per run, from its public files alone. Loads no torch."""
+"""dpmac runs: one line per run, from its public files alone. Loads no torch.
+
+A run is listed whatever its state: in training, ended, cut off without a report, or damaged. So
+what a run on some records has cost is not overlooked because its files cannot be read.
+"""
 
 import contextlib
 import os
@@ -6,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from json import loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -17,16 +22,16 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import PrintJson
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, escaped, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.task import METRICS
 
+if TYPE_CHECKING:
+    from dpmac_cli.release.report import Report
+
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")
-#: States that no report has: a process holds the run; it ended without a report; its files cannot
-#: be read or were changed.
-RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
 #: Facts of a run by their keys in JSON; None if unknown, as epsilon without privacy.
 UNKNOWN: Mapping[str, Any] = dict.fromkeys(
     (
@@ -37,6 +42,8 @@ UNKNOWN: Mapping[str, Any] = dict.fromkeys(
 #: Exceptions raised while reading a damaged file.
 DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
+#: Space between columns.
+GAP = "  "
 
 
 @command()
@@ -57,35 +64,40 @@ def runs(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     roots = folders or [ROOT]
-    raise_errors(
-        f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
-        f"none for {ROOT}/."
-        for root in folders or ()
-        if not root.is_dir()
-    )
-    places = {where.resolve(): where for root in roots for where in _runs_below(root)}
-    found = sorted(map(_facts, places.values()), key=lambda run: run["changed"], reverse=True)
+    faults = list[str]()
+    for root in folders or ():
+        if not root.is_dir():
+            fault = "is a file" if root.exists() else "does not exist"
+            faults.append(f"{root} {fault}. Use a folder of runs, or none for {ROOT}/.")
+    raise_errors(faults)
+    places = dict[Path, Path]()  # a folder below two roots is listed once
+    for root in roots:
+        for where in _runs_below(root):
+            places[where.resolve()] = where
+    listed = [_facts(where) for where in places.values()]
+    listed.sort(key=lambda run: run["changed"], reverse=True)
     if json:
-        console.print_result(to_json({"runs": found}))
-    elif found:
-        _print(console.stdout(), found)
+        console.print_result(to_json({"runs": listed}))
+    elif listed:
+        _print(console.stdout(), listed)
     else:
-        where = " or ".join(map(str, roots))
+        searched = " or ".join(map(str, roots))
         hint = "To train one: dpmac train --dataset digits"
-        console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
+        console.stdout().print(Text(f"There are no runs in {searched} yet. {hint}"))
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    """Yield runs in a folder and below it.
+    """Yield the folders of the runs in a folder and below it.
 
     Folders within a run, hidden folders, links to folders, and what cannot be read are skipped.
     """
     for name, folders, _ in os.walk(root):
         where = Path(name)
-        is_run = _is_run(where)
-        folders[:] = [] if is_run else sorted(f for f in folders if not f.startswith("."))
-        if is_run:
+        if _is_run(where):
+            folders.clear()
             yield where
+        else:
+            folders[:] = sorted(below for below in folders if not below.startswith("."))
 
 
 def _is_run(where: Path) -> bool:
@@ -105,26 +117,27 @@ def _facts(where: Path) -> dict[str, Any]:
     """Return the facts of a run by the keys of :data:`UNKNOWN`."""
     files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-    running = folder.in_use(where)
-    said = {
+    state, report = late.report.how_it_ended(where)
+    facts = {
         **UNKNOWN,
         "folder": str(where),
-        "state": RUNNING if running else DAMAGED,
+        "state": state,
         "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),
     }
+    if report is not None:
+        return facts | _reported(report)
+    if state == late.report.DAMAGED:
+        return facts
     with contextlib.suppress(*DAMAGE):
-        if running or not (where / folder.REPORT).exists():
-            return said | _unreported(where) | {"state": RUNNING if running else CUT_OFF}
-        return said | _reported(where)
-    return said
+        return facts | _unreported(where)
+    damaged = state if state == late.report.RUNNING else late.report.DAMAGED
+    return facts | {"state": damaged}
 
 
-def _reported(where: Path) -> dict[str, Any]:
-    """Return the facts in the report of a run. Raises ``DAMAGE``."""
-    report = late.report.read_report(where)
+def _reported(report: "Report") -> dict[str, Any]:
+    """Return the facts in the report of a run."""
     metric, score = report.score
     return {
-        "state": report.state,
         "dataset": report.data.name,
         "optimizer": report.settings.optimizer,
         "private": report.private,
@@ -138,7 +151,7 @@ def _reported(where: Path) -> dict[str, Any]:
 
 
 def _unreported(where: Path) -> dict[str, Any]:
-    """Return what the settings say of a run without a report. Raises ``DAMAGE``."""
+    """Return the facts in the settings of a run without a report. Raises ``DAMAGE``."""
     settings = folder.config(where)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
     if not f"{name}{optimizer}".isprintable():
@@ -151,14 +164,36 @@ def _unreported(where: Path) -> dict[str, Any]:
     }
 
 
-def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
+def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table with a line per run, and what its marks mean.
+
+    On a terminal that is too narrow for it, the folder of a run has a line of its own.
+    """
     console.widen(out)
-    rows = ([show(run) or "-" for show in COLUMNS.values()] for run in found)
-    out.print(console.plain_table(COLUMNS, rows, no_wrap=True, padding=(0, 1, 0, 0)))
-    if any(run["seeded"] and run["private"] for run in found):
+    rows = [tuple(COLUMNS)]
+    for run in facts_of_runs:
+        rows.append(tuple(cell_of(run) or "-" for cell_of in COLUMNS.values()))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    is_wide = sum(widths) + len(GAP) * (len(widths) - 1) <= out.width
+    style = "bold"
+    for row in rows:
+        line = f"{row[0]}\n{GAP}{_line(row[1:], widths[1:])}"
+        out.print(Text(_line(row, widths) if is_wide else line, style=style))
+        style = ""
+    if any(run["seeded"] and run["private"] for run in facts_of_runs):
         out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
-    if any(run["audit"] for run in found):
+    if any(run["audit"] for run in facts_of_runs):
         out.print(f"{AUDITED} an audit run: the model is unfit for release")
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return the cells of a row, aligned.
+
+    >>> _line(["run", "state"], [6, 8])
+    'run     state'
+    """
+    aligned = (set_cell_size(cell, width) for cell, width in zip(cells, widths, strict=True))
+    return GAP.join(aligned).rstrip()
 
 
 def _epsilon(run: Mapping[str, Any]) -> str:
@@ -167,20 +202,23 @@ def _epsilon(run: Mapping[str, Any]) -> str:
         return "no privacy"
     if run["seeded"] is None:  # without a report, none is known yet
         return ""
-    marks = SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
+    marks = SEEDED if run["seeded"] else ""
+    if run["audit"]:
+        marks += AUDITED
     return f"{format_epsilon(run['epsilon'])}{marks} at {run['delta']:g}"
 
 
 def _score(run: Mapping[str, Any]) -> str:
     """Return the score and its name; "" if there is none."""
     metric = METRICS.get(run["metric"] or "")
-    known = metric is not None and run["score"] is not None
-    return f"{metric.title} {metric.text(run['score'])}" if metric and known else ""
+    if metric is None or run["score"] is None:
+        return ""
+    return f"{metric.title} {metric.text(run['score'])}"
 
 
 #: Cells of a run by the names of columns.
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str | Text]] = {
-    "run": lambda run: Text(run["folder"], overflow="ellipsis"),
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "run": lambda run: escaped(run["folder"]),
     "dataset": lambda run: run["dataset"],
     "optimizer": lambda run: run["optimizer"],
     "epsilon at delta": _epsilon,

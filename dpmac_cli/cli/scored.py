@@ -1,4 +1,8 @@
-"""dpmac eval and dpmac predict: a trained model on test records and on new ones."""
+"""dpmac eval and dpmac predict: a trained model on test records and on new ones.
+
+Scores and predictions are exact: they reveal information about the records that they are of, which
+epsilon does not cover, and notes say so.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field, StrictBool
+from rich.table import Column, Table
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import cost_in_words
@@ -165,16 +170,17 @@ def evaluate(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
     or an audit or attack contradicts the guarantee.
     """
-    if not attack and (alone := [n for n, of in {"runs": runs, "jobs": jobs}.items() if of]):
-        raise_errors(f"{{{name}}} is for {{attack}}." for name in alone)
+    if not attack:
+        of_attack = {"runs": runs, "jobs": jobs}
+        raise_errors(f"{{{name}}} is for {{attack}}." for name, count in of_attack.items() if count)
     if attack:
         _attack(run, late.attack.Asked(run, dataset, data_dir, model, device), runs, jobs, json)
         return
     if audit:  # only reads files of the run
         with console.waiting(json, "bounds"):
-            found = late.audit.read_audit(run)
-            verdict = found.verdict()
-        _judge(found, verdict, run, json)
+            result = late.audit.read_audit(run)
+            verdict = result.verdict()
+        _judge(result, verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
         loaded = late.run.load(run, device=device, factory=model, public=public)
@@ -217,14 +223,14 @@ def predict(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
     ran out or the device failed.
     """
-    nowhere = {run: f" {WANTED_MODEL}", data: ""}
-    absent = [
-        f"{path} does not exist.{wanted}" for path, wanted in nowhere.items() if not path.exists()
-    ]
-    raise_errors([*faults_of_file(out, (".csv",), force), *absent])
+    faults = list(faults_of_file(out, (".csv",), force))
+    for path, remedy in ((run, f" {WANTED_MODEL}"), (data, "")):
+        if not path.exists():
+            faults.append(f"{path} does not exist.{remedy}")
+    raise_errors(faults)
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         loaded = late.run.load(run, device=device, factory=model, public=public)
-        found = loaded.predict(
+        predictions = loaded.predict(
             data,
             skip_bad=skip_bad,
             id_column=id,
@@ -233,18 +239,25 @@ def predict(
             threshold=threshold,
             level=level,
         )
-    found.write(out)
-    if found.skipped.records:
-        console.print_notes([found.skipped.note(str(data))])
-    if lost := found.unanswered:
-        console.print_notes([f"{counted(lost, 'record')} without a prediction: the output is NaN"])
+    predictions.write(out)
+    if predictions.skipped.records:
+        console.print_notes([predictions.skipped.note(str(data))])
+    console.print_private_notes(f"{data}: {remark}." for remark in predictions.remarks)
+    if predictions.unanswered:
+        records = counted(predictions.unanswered, "record")
+        console.print_notes([f"{records} without a prediction: the output is NaN"])
     if not quiet:
-        written = counted(len(found.records), "record")
-        console.stdout().print(Text(f"{out}: predictions for {written}"))
+        records = counted(len(predictions.records), "record")
+        console.stdout().print(Text(f"{out}: predictions for {records}"))
 
 
 def _show(scored: "Scored", json: bool) -> None:
-    """Print the scores of a model."""
+    """Print the scores of a model, with 95% intervals and beside those of constant predictions.
+
+    Args:
+        scored: the scores, and what they are of.
+        json: whether to print JSON for a program.
+    """
     result, card = scored.result, scored.path.with_name(CARD)
     headline, values, intervals = result.task.headline, result.metrics, result.intervals()
     details = result.details()
@@ -273,68 +286,79 @@ def _show(scored: "Scored", json: bool) -> None:
         f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
         f"{result.samples:,} {'held-out ' * scored.held_out}samples{units}"
     )
-    cells = tuple(
-        (
+    if scored.point:
+        out.print(Text(scored.point))
+    metrics = Table("", Column("value", style="bold"), "95% interval", "constant")
+    for metric in result.task.metrics:
+        metrics.add_row(
             metric.title,
             metric.text(values[metric.name]),
             " to ".join(map(metric.text, intervals[metric.name])),
             metric.text(details[metric.constant]) if metric.constant in details else "",
         )
-        for metric in result.task.metrics
-    )
-    columns = ("value", "95% interval", "constant")
-    tables = [late.display.Cells("", columns, cells, bold=("value",))]
+    out.print(*late.display.in_blocks(metrics, out.width), sep="\n")
     if "confusion" in details:
-        tables.append(late.display.cells_by_class(result.task.names, details))
-    if scored.point:
-        out.print(Text(scored.point))
-    for table in tables:
-        out.print(*late.display.as_tables(table, out.width), sep="\n")
+        table = late.display.table_by_class(result.task.names, details)
+        out.print(*late.display.in_blocks(table, out.width), sep="\n")
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
 
 
 def _by_output(task: Task, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sensitivities by the names of classes, or what is predicted instead of classes."""
+    """Return sensitivities by the names of classes, or the target that is predicted instead.
+
+    Args:
+        task: what was predicted.
+        details: see :meth:`~dpmac_cli.tasks.task.Task.details`.
+    """
     if "sensitivity" not in details:
         return {"target": task.facts["target"]}
     return {"per_class": dict(zip(task.names, details["sensitivity"], strict=True))}
 
 
-def _attack(run: Path, asked: "Asked", runs: int | None, jobs: int | None, json: bool) -> None:
+def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json: bool) -> None:
     """Attack a recipe, and print what may be shown; exit with code 4 if it contradicts the claim.
 
     No figure of the attack is printed: a log of the terminal may be read by others.
     """
     with console.waiting(json, "runs"), console.kept_clear(json):
-        found = late.attack.attack(asked, runs or RUNS, jobs or 1)
+        result = late.attack.attack(target, runs or RUNS, jobs or 1)
     if json:
-        bounds = {f"{rate:g}": most for rate, most in found.bounds.items()}
-        result = {"run": str(run), "attack": str(found.path), "bounds": bounds}
-        console.print_result(to_json({**result, "holds": found.holds}))
+        bounds = {f"{rate:g}": share for rate, share in result.bounds.items()}
+        places = {"run": str(run), "attack": str(result.path)}
+        console.print_result(to_json({**places, "bounds": bounds, "holds": result.holds}))
     else:
         out = console.stdout()
-        for rate, most in found.bounds.items():
-            out.print(f"guarantee: at {rate:.1%} false alarms, at most {most:.2%} of members found")
-        out.print(f"figures of the attack: {found.path}, which only you can read. Keep them so.")
-        out.print(HOLDS if found.holds else BROKEN)
-    if not found.holds:
+        for rate, share in result.bounds.items():
+            out.print(
+                f"guarantee: at {rate:.1%} false alarms, at most {share:.2%} of members found"
+            )
+        out.print(f"figures of the attack: {result.path}, which only you can read. Keep them so.")
+        out.print(HOLDS if result.holds else BROKEN)
+    if not result.holds:
         raise typer.Exit(MISFIT)
 
 
-def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
-    """Print the result of an audit; exit with code 4 if it contradicts the claim."""
+def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
+    """Print the result of an audit; exit with code 4 if it contradicts the claim.
+
+    Args:
+        audit: the guesses of the attack on canaries, and the claim.
+        verdict: what follows from them, as JSON values.
+        run: folder of the run.
+        json: whether to print JSON for a program.
+    """
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:
         out = console.stdout()
         out.print(
-            f"claimed: {cost_in_words(found.claimed, found.delta)}\n"
-            f"attack: {found.right:,} of {found.guesses:,} guesses right, "
-            f"{len(found.coins):,} canaries\n"
-            f"proven: epsilon at least {found.curve_bound:.3f}, if only the amount of noise may be "
+            f"claimed: {cost_in_words(audit.claimed, audit.delta)}\n"
+            f"attack: {audit.right:,} of {audit.guesses:,} guesses right, "
+            f"{len(audit.coins):,} canaries\n"
+            f"proven: epsilon at least {audit.curve_bound:.3f}, if only the amount of noise may be "
             f"wrong ({verdict['confidence']:.0%} confidence)"
         )
-        out.print(HOLDS if found.holds else BROKEN)
-    if not found.holds:
+        out.print(HOLDS if audit.holds else BROKEN)
+    if not audit.holds:
         raise typer.Exit(MISFIT)

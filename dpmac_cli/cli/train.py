@@ -1,4 +1,8 @@
-"""dpmac train: start or resume a run."""
+"""dpmac train: start or resume a run.
+
+A launcher such as torchrun starts one process per rank. Rank 0 validates, prints and handles
+signals; the others compute their shares of each step.
+"""
 
 import contextlib
 import os
@@ -74,7 +78,14 @@ def _train(
     run: Path | None,
     ranks: "Ranks | None" = None,
 ) -> None:
-    """Start a run, or resume the given one, and follow it."""
+    """Start a run, or resume one, and follow it.
+
+    Args:
+        flags: settings as they were typed, by name.
+        config: YAML file of settings; None for none.
+        run: folder of the run to resume; None to start one.
+        ranks: processes of the run; None for one.
+    """
     resolved = None
     if run:
         late.folder.check_run_folder(run)
@@ -89,29 +100,37 @@ def _train(
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         display = late.display.RunDisplay(console.for_display(quiet, json))
-    with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
+    with stop_request() as stop_asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = late.training.train_plan(resolved, asked, ranks=ranks)
+            events = late.training.train_plan(resolved, stop_asked, ranks=ranks)
         elif run:
-            events = late.training.resume_folder(run, settings, asked, ranks=ranks)
-        finished = late.display.follow(events, display, asked)
+            events = late.training.resume_folder(run, settings, stop_asked, ranks=ranks)
+        finished = late.display.follow(events, display, stop_asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
 
 
 def _end(finished: "Run") -> None:
-    """Exit with the code of a run that ended before its last step, and say how to go on."""
-    where, kept = finished.folder, f"the run so far is in {finished.folder}."
+    """Exit with the code of a run that ended before its last step, and print how to resume it."""
+    where, so_far = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
-        stop(f"interrupted; {kept} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
+        stop(f"interrupted; {so_far} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
-        more = late.folder.resume_elsewhere_command(where, ["--max-epsilon MORE"])
-        stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
+        longer = late.folder.resume_elsewhere_command(where, ["--max-epsilon MORE"])
+        stop(f"epsilon would exceed --max-epsilon; {so_far} To train longer: {longer}", BUDGET)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
-    """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
+    """Run as a rank other than 0. Only rank 0 handles stop requests and prints.
+
+    Args:
+        flags: settings as they were typed, of which only those of the machine count.
+        ranks: processes of the run.
+
+    Raises:
+        RunError: this rank failed; the message names it.
+    """
     local = {name: flags[name] for name in OF_MACHINE if is_given(flags[name])}
     with stop_request():
         try:

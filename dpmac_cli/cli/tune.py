@@ -37,7 +37,7 @@ def tune(
     ] = None,
     json: PrintJson = False,
     quiet: Quiet = False,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 
@@ -53,7 +53,7 @@ def tune(
     released, and nothing spent).
     """
     with console.waiting(quiet, "settings and noise"):
-        space = plan_search(given, config, out)
+        space = plan_search(settings, config, out)
     if not quiet:
         console.print_notes(space.notes)
         console.print_private_notes(space.private_notes)
@@ -62,14 +62,14 @@ def tune(
     if dry_run:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
-    with console.waiting(quiet, "searching"), stop_request() as asked:
+    with console.waiting(quiet, "searching"), stop_request() as stop_asked:
         try:
-            finished = late.tune.carry_out_search(space, asked)
+            finished = late.tune.carry_out_search(space, stop_asked)
         except KeyboardInterrupt:
             stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
-    settings = finished.report["settings"]
-    chosen = (f"{dimension.name} {settings[dimension.name]}" for dimension in space.dimensions)
     screen.print(*late.display.summary(finished, space.plans[0].settings.metric), sep="\n")
-    screen.print(Text(f"settings of the best trial: {', '.join(chosen)}"))
+    best = finished.report["settings"]
+    drawn = [f"{dimension.name} {best[dimension.name]}" for dimension in space.dimensions]
+    screen.print(Text(f"settings of the best trial: {', '.join(drawn)}"))

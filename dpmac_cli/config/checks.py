@@ -1,4 +1,9 @@
-"""Faults in combinations of settings, and notes on likely mistakes."""
+"""Faults in combinations of settings, and notes on likely mistakes.
+
+A fault is refused before any record is trained on; a note is printed. Limits of one setting are in
+the type of its field, so they are not here. Each sentence says what to type instead, and names
+settings in braces, which a command prints as flags.
+"""
 
 import importlib.util
 import math
@@ -46,16 +51,42 @@ IMAGE = 3
 
 
 def faults(plan: Plan) -> Iterator[str]:
-    """Yield faults in combinations of settings, each a sentence with a remedy."""
-    settings, facts, optimizer = plan.settings, plan.facts, plan.optimizer
+    """Yield faults in combinations of settings, each a sentence with a remedy.
+
+    Args:
+        plan: completed settings with facts of the records. Its noise may not be known yet.
+    """
+    settings, facts = plan.settings, plan.facts
+    yield from _optimizer_faults(plan)
+    yield from _step_faults(plan)
+    yield from _frozen_faults(plan)
+    yield from _score_faults(settings, facts)
+    yield from _task_faults(plan)
+    yield from _image_faults(settings, facts)
+    if settings.loss in FUNCTIONS and settings.label_smoothing:
+        yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
+    yield from _calibration_faults(settings, facts)
+    yield from _range_faults(plan)
+    yield from _loss_faults(settings, facts)
+    yield from _weight_faults(settings, facts)
+
+
+def _optimizer_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in hyperparameters of the optimizer, and in a loss that it is not for."""
+    loss, optimizer = plan.settings.loss, plan.optimizer
     if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
         yield f"{{h1}} ({optimizer.h1:g}) must not be above {{h2}} ({optimizer.h2:g})."
-    if settings.loss.startswith("quantile") and optimizer.centred:
+    if loss.startswith("quantile") and optimizer.centred:
         yield (
-            f"{{loss=}}{settings.loss} is not for {{optimizer=}}{optimizer.name}, which clips "
+            f"{{loss=}}{loss} is not for {{optimizer=}}{optimizer.name}, which clips "
             "about a centre that moves: the predictions would cover another share of the records. "
             "Use {optimizer=}dp-adam, dp-sgd or dp-adambc."
         )
+
+
+def _step_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in the number of steps, and in how their batches are drawn."""
+    settings, facts = plan.settings, plan.facts
     lengths = [] if settings.epochs is None else [settings.epochs]
     yield from misfits(facts.typed, facts.train_size, settings.batch_size, lengths)
     if settings.warmup_steps >= plan.event.steps:
@@ -68,9 +99,11 @@ def faults(plan: Plan) -> Iterator[str]:
             f"{{canaries}}: only poisson sampling can be audited, not {settings.sampler}. Leave "
             "out {sampler} or {canaries}."
         )
-    yield from _frozen_faults(plan)
-    yield from _score_faults(settings, facts)
-    task = facts.task
+
+
+def _task_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in settings that are not for the task, such as the network of another one."""
+    settings, task = plan.settings, plan.facts.task
     if settings.classes is not None and not task.labelled:
         yield "{task} and {classes} contradict each other: a language model has none. Give one."
     if task.network is not None and settings.model != task.network:
@@ -79,24 +112,30 @@ def faults(plan: Plan) -> Iterator[str]:
         yield f"{{model=}}{NETWORK} is only for {{task=}}{LANGUAGE_MODEL}. Leave it out."
     if task.network is not None and plan.trained.part == "head":
         yield f"{{train=}}head: a {task.kind} has no separate head. Use lora, norm or all."
-    if settings.augment is not None and len(facts.records.shape) != IMAGE:
-        shaped = "Add a dimension of channels to the array: x[:, None]."
-        yield (
-            f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
-            f"{facts.records.shape}. {shaped if facts.records.pixels > 1 else 'Leave it out.'}"
-        )
-    if settings.loss in FUNCTIONS and settings.label_smoothing:
-        yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
-    yield from _calibration_faults(settings, facts)
-    yield from _range_faults(plan)
-    yield from _loss_faults(settings, facts)
-    yield from _weight_faults(settings, facts)
+
+
+def _image_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    """Yield a fault if records that are no images are to be augmented."""
+    if settings.augment is None or len(facts.records.shape) == IMAGE:
+        return
+    remedy = "Leave it out."
+    if facts.records.pixels > 1:
+        remedy = "Add a dimension of channels to the array: x[:, None]."
+    yield (
+        f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
+        f"{facts.records.shape}. {remedy}"
+    )
 
 
 def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> Iterator[str]:
     """Yield a fault if scores are to be covered, and a record is trained and tested on.
 
     A unit is on one side only. Without units, each record is one, with its copies.
+
+    Args:
+        settings: completed settings.
+        facts: public facts of the records.
+        notes: what was found in the records, among it which test records are copies.
     """
     tested = notes.tested
     if tested and settings.cover_scores and not facts.unit:
@@ -112,14 +151,15 @@ def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> I
 def _score_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     """Yield faults in the metric, and in scores with noise."""
     task = facts.task
-    known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
+    covered = task.covered
+    chosen = [metric.name for metric in task.metrics if metric.chosen]
     if settings.metric not in chosen:
         yield (
             f"{{metric=}}{settings.metric}: records of {facts.typed} have {task.of_record} "
             f"each. Use {', '.join(chosen)}."
         )
-    elif settings.cover_scores and settings.metric not in known:
-        use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
+    elif settings.cover_scores and settings.metric not in covered:
+        use = f"{' or '.join(covered)}, or dpmac train" if covered else "dpmac train"
         yield (
             f"{{metric=}}{settings.metric} cannot be released with noise, as dpmac tune and "
             f"{{cover_scores}} release scores. Use {use} without {{cover_scores}}."
@@ -132,6 +172,7 @@ def _score_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
 
 
 def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
+    """Yield a fault if the loss is of another task."""
     task, loss = facts.task, settings.loss
     if is_loss_of_a_task(loss) and not task.fits(loss):
         yield (
@@ -153,11 +194,11 @@ def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
 
 
 def _range_faults(plan: Plan) -> Iterator[str]:
+    """Yield faults in columns of a table whose ranges are found by noisy counts."""
     facts, settings = plan.facts, plan.settings
     strength, names = _range_strength(plan)
-    if settings.scale == PRIVATE_SCALE and not (
-        isinstance(facts.records, Table) and isinstance(plan.features, TableColumns)
-    ):
+    of_columns = isinstance(facts.records, Table) and isinstance(plan.features, TableColumns)
+    if settings.scale == PRIVATE_SCALE and not of_columns:
         yield (
             f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table ({{features=}}{COLUMNS}), "
             "not with texts. Leave it out."
@@ -181,16 +222,17 @@ def _range_faults(plan: Plan) -> Iterator[str]:
 
 
 def _calibration_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
-    task, asked = facts.task, settings.threshold
-    if asked is not None and (task.outputs != 2 or not task.calibrates):
+    """Yield faults in the operating point, and in the histogram for calibration."""
+    task, threshold = facts.task, settings.threshold
+    if threshold is not None and (task.outputs != 2 or not task.calibrates):
         yield (
-            f"{{threshold=}}{asked} is for two classes, but {facts.typed} has {task.described}. "
-            "Leave it out."
+            f"{{threshold=}}{threshold} is for two classes, but {facts.typed} has "
+            f"{task.described}. Leave it out."
         )
-    elif asked is not None and needs_histogram(asked) and settings.calibration != HISTOGRAM:
+    elif threshold is not None and needs_histogram(threshold) and settings.calibration != HISTOGRAM:
         yield (
-            f"{{threshold=}}{asked} follows from a noisy histogram of the training records: add "
-            f"{{calibration=}}{HISTOGRAM}, or use a probability, such as {{threshold=}}0.3."
+            f"{{threshold=}}{threshold} follows from a noisy histogram of the training records: "
+            f"add {{calibration=}}{HISTOGRAM}, or use a probability, such as {{threshold=}}0.3."
         )
     if settings.calibration != HISTOGRAM:
         return
@@ -209,12 +251,12 @@ def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     task, chosen = facts.task, settings.class_weights
     weights, shares = class_weights(settings), shares_of(settings)
     if not task.weighted:
-        yield from (
-            f"{{{name}}} is for classes, but records of {facts.typed} have {task.of_record} each. "
-            "Leave it out."
-            for name in ("label_smoothing", "class_weights")
-            if getattr(settings, name)
-        )
+        for name in ("label_smoothing", "class_weights"):
+            if getattr(settings, name):
+                yield (
+                    f"{{{name}}} is for classes, but records of {facts.typed} have "
+                    f"{task.of_record} each. Leave it out."
+                )
         return
     if chosen == BALANCED and not shares:
         yield (
@@ -227,15 +269,26 @@ def _weight_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
             f"{{class_weights}} must be {task.outputs} numbers above 0, one for each class of "
             f"{facts.typed}, not {chosen}."
         )
-    if shares and (len(shares) != task.outputs or min(shares) <= 0 or abs(sum(shares) - 1) > 0.01):
+    if not shares:
+        return
+    sum_is_one = abs(sum(shares) - 1) <= 0.01
+    if len(shares) != task.outputs or min(shares) <= 0 or not sum_is_one:
+        declared = ", ".join(f"{share:g}" for share in shares)
         yield (
             f"{{shares}} must be {task.outputs} numbers above 0 with the sum 1, one for each class "
-            f"of {facts.typed}, not {', '.join(f'{share:g}' for share in shares)}."
+            f"of {facts.typed}, not {declared}."
         )
 
 
 def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield faults in combinations of dataset size, batch size and numbers of epochs."""
+    """Yield faults in combinations of dataset size, batch size and numbers of epochs.
+
+    Args:
+        data: name of the dataset, as it was typed.
+        size: number of training records, or units.
+        batch: expected batch size.
+        lengths: numbers of epochs of a run; several for a table of costs.
+    """
     if batch > size:
         yield f"{{batch_size}} ({batch}) must not be above the size of {data}, {size}."
     for epochs in lengths:
@@ -257,8 +310,10 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
         if kind not in features.reads:
             remedy = features.declared_as.get(kind, "Leave it out.")
             yield f"{flag} is for {features.reads}, but {facts.typed} contains {kind}. {remedy}"
-        elif (fault := features.fault(facts.records)) is not None:
-            yield f"{flag}: {features.reads} of {facts.typed} {fault}"
+        else:
+            fault = features.fault(facts.records)
+            if fault is not None:
+                yield f"{flag}: {features.reads} of {facts.typed} {fault}"
         if features.has_weights and weights is not None:
             yield (
                 f"{flag} starts from the weights in the encoder's own folder. Leave out "
@@ -278,11 +333,17 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
 
 
 def notes(plan: Plan, flags: Collection[str]) -> tuple[str, ...]:
-    """Return notes on valid settings, of which ``flags`` were typed, that are probably mistakes."""
+    """Return notes on valid settings that are probably mistakes.
+
+    Args:
+        plan: plan of a run without faults.
+        flags: names of the settings that were given. Those with a default are not commented on.
+    """
     return tuple(_notes_on_plan(plan, flags))
 
 
 def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
+    """Yield notes on a plan, see :func:`notes`."""
     facts = plan.facts
     yield from _idle(plan, flags)
     if facts.inferred and plan.private:
@@ -302,24 +363,28 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     yield from _notes_on_privacy(plan, flags)
 
 
-def private_notes(plan: Plan, found: PrivateNotes) -> tuple[str, ...]:
+def private_notes(plan: Plan, findings: PrivateNotes) -> tuple[str, ...]:
     """Return notes about the records, such as counts of them, which epsilon does not cover.
 
     They are for the person who holds the records. No file and no log has them.
+
+    Args:
+        plan: plan of the run.
+        findings: what was found in the records when they were read.
     """
-    return tuple(_notes_on_records(plan, found))
+    return tuple(_notes_on_records(plan, findings))
 
 
-def _notes_on_records(plan: Plan, found: PrivateNotes) -> Iterator[str]:
+def _notes_on_records(plan: Plan, findings: PrivateNotes) -> Iterator[str]:
     """Yield sentences on what was found in the records."""
-    dataset, tested = plan.facts.typed, found.tested
-    if found.left_out.records:
-        yield found.left_out.note(dataset)
-    copies_matter = plan.private and not found.expected
-    if found.copies and copies_matter:
-        both = f" ({len(tested):,} of training records among test records)" * bool(tested)
+    dataset, tested = plan.facts.typed, findings.tested
+    if findings.left_out.records:
+        yield findings.left_out.note(dataset)
+    copies_matter = plan.private and not findings.expected
+    if findings.copies and copies_matter:
+        both = f" ({len(tested):,} of training records among test records)" if tested else ""
         yield (
-            f"{_copies(found.copies, 'record', dataset)} of others{both}. If they "
+            f"{_copies(findings.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: name the unit "
             "of each record with {unit}, or in an .npz by an array unit."
         )
@@ -329,10 +394,11 @@ def _notes_on_records(plan: Plan, found: PrivateNotes) -> Iterator[str]:
             f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "
             "on them are too high. Leave them out on one side."
         )
-    yield from (f"{dataset}: {remark}." for remark in found.remarks)
-    if found.untested and not plan.settings.cover_scores:
+    for remark in findings.remarks:
+        yield f"{dataset}: {remark}."
+    if findings.untested and not plan.settings.cover_scores:
         yield (
-            f"{dataset} has no test record of the classes {first_of(found.untested)}. Accuracy "
+            f"{dataset} has no test record of the classes {first_of(findings.untested)}. Accuracy "
             "does not cover them."
         )
 
@@ -353,27 +419,29 @@ def _notes_on_privacy(plan: Plan, flags: Collection[str]) -> Iterator[str]:
         )
 
 
-def _copies(number: int, what: str, dataset: str) -> str:
-    return (
-        f"{counted(number, what)} of {dataset} "
-        f"{'is an exact copy' if number == 1 else 'are exact copies'}"
-    )
+def _copies(number: int, noun: str, dataset: str) -> str:
+    """Return the beginning of a sentence: "2 records of data.csv are exact copies"."""
+    copies = "is an exact copy" if number == 1 else "are exact copies"
+    return f"{counted(number, noun)} of {dataset} {copies}"
 
 
-def _declaration(found: DataFacts) -> str:
+def _declaration(facts: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
-    if found.inferred == ("classes",) and found.schema is not None:
+    if facts.schema is not None and facts.schema.from_records:
+        return "check each line of the schema, and remove its line from_records."
+    if facts.inferred == ("classes",) and facts.schema is not None:
         return "add classes=."
-    if found.schema is not None:
+    if facts.schema is not None:
         return "add classes= and kinds=, or pass a schema."
-    (channels, *size), names = found.records.shape, ",".join(found.task.names)
+    channels, *size = facts.records.shape
+    names = ",".join(facts.task.names)
     flags = {
         "channels": f"{{channels=}}{channels}",
         "image size": f"{{image_size=}}{max(size, default=0)}",
     }
-    if names.count(",") < found.task.outputs:
+    if names.count(",") < facts.task.outputs:
         flags["classes"] = f"{{classes=}}{shlex.quote(names)}"
-    return " ".join(flags[part] for part in found.inferred if part in flags)
+    return " ".join(flags[fact] for fact in facts.inferred if fact in flags)
 
 
 def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
@@ -387,14 +455,22 @@ def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             why = plan.model.name
         elif name == "lora_rank" and plan.trained.part != "lora":
             why = f"{{train=}}{plan.trained.part}"
-        elif group == DATA and not plan.facts.own:
+        elif group == DATA and not plan.facts.user_supplied:
             why = plan.facts.typed
         if why:
             yield f"{{{name}}} has no effect with {why}."
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:
-    """Yield a note on a delta that is too large for a meaningful guarantee."""
+    """Yield a note on a delta that is too large for a meaningful guarantee.
+
+    A mechanism that publishes each record with probability delta is (0, delta)-private. From
+    delta = 1/n on it publishes one record in expectation.
+
+    Args:
+        delta: delta of (epsilon, delta).
+        records: n, the number of records or units.
+    """
     limit = 1 / records
     if delta >= limit:
         yield (
@@ -404,6 +480,12 @@ def delta_note(delta: float, records: int) -> Iterable[str]:
 
 
 def fault_of_package(package: str, extra: str, flag: str) -> Iterator[str]:
-    """Yield an error if a package of an extra is not installed."""
+    """Yield an error if a package of an extra is not installed.
+
+    Args:
+        package: name of the module.
+        extra: extra of dpmac that installs it.
+        flag: setting that needs it, as it is written in messages.
+    """
     if importlib.util.find_spec(package) is None:
         yield f"{flag} needs {package}, which is not installed: pip install 'dpmac[{extra}]'"

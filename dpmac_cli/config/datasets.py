@@ -22,16 +22,26 @@ STEPS_PER_EPOCH, EPOCHS = 12, 20
 
 @dataclass(frozen=True)
 class Defaults:
-    """Default settings of a dataset, or of other records."""
+    """Default settings of a dataset, or of other records: those of the paper's runs.
 
-    model: str  # a name of MODELS
-    batch_size: int  # B, the expected batch
-    sigma: float = 0.8  # noise multiplier
-    epochs: int = 5  # each of ceil(n/B) steps
-    clip_norm: float = 1.0  # clipping norm C of the fixed ball
-    h1: float = 5e-5  # bounds of the estimated variance
+    Attributes:
+        model: a name of :data:`.MODELS`.
+        batch_size: B, the expected batch.
+        sigma: noise multiplier.
+        epochs: number of epochs, each of ceil(n/B) steps.
+        clip_norm: clipping norm C of the fixed ball.
+        h1, h2: bounds of the estimated variance.
+        physical_batch: samples processed at a time.
+    """
+
+    model: str
+    batch_size: int
+    sigma: float = 0.8
+    epochs: int = 5
+    clip_norm: float = 1.0
+    h1: float = 5e-5
     h2: float = 1.0
-    physical_batch: int = 1024  # samples processed at a time
+    physical_batch: int = 1024
 
 
 #: A task; datasets.toml lists the names of classes.
@@ -44,29 +54,51 @@ KnownTask = Annotated[
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs of a network: their shape and number."""
+    """Inputs and outputs of a network: their shape and number.
 
-    shape: Shape  # of an input
-    outputs: int  # logits per input
-    start: float | None = None  # as in :class:`~dpmac_cli.tasks.task.Task`
-    records: Records | None = None  # what the inputs are; None for features
-    lookups: int = 0  # inputs at the end that are numbers of places, not numbers
+    Attributes:
+        shape: shape of an input.
+        outputs: number of logits per input.
+        start: initial output for all records, as in :class:`~dpmac_cli.tasks.task.Task`; None for
+            random ones.
+        records: what the inputs are; None for features.
+        lookups: number of inputs at the end that are numbers of places, not numbers.
+    """
+
+    shape: Shape
+    outputs: int
+    start: float | None = None
+    records: Records | None = None
+    lookups: int = 0
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Public facts of a dataset."""
+    """Public facts of a dataset.
 
-    train_size: int  # units of privacy: records, unless a unit has several
+    Attributes:
+        train_size: units of privacy to train on: records, unless a unit has several.
+        test_size: units to test on.
+        records: what the records are.
+        task: what is predicted.
+        defaults: default settings.
+        about: one line for help and reports.
+        sha256: fingerprint of the records; None to rely on torchvision's checks.
+        augment: how images may be augmented. Digits and letters must not be mirrored.
+        torchvision: class of torchvision.datasets that reads it; "" for other sources.
+        files: files that it reads, relative to the folder of datasets.
+    """
+
+    train_size: int
     test_size: int
-    records: AnyRecords  # what the records are
-    task: KnownTask  # what is predicted
+    records: AnyRecords
+    task: KnownTask
     defaults: Defaults
-    about: str  # one line for help and reports
-    sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
-    augment: str = "crop+flip"  # digits and letters must not be mirrored
-    torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
-    files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
+    about: str
+    sha256: str | None = None
+    augment: str = "crop+flip"
+    torchvision: str = ""
+    files: tuple[str, ...] = ()
 
     @property
     def signature(self) -> Signature:

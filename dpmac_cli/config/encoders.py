@@ -35,16 +35,27 @@ FOLDER = f"a folder in Hugging Face's format ({CONFIG}, {TOKENIZER}, {WEIGHTS})"
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderKind:
-    """A text encoder whose weights are in an installed package."""
+    """A text encoder whose weights are in an installed package: a row of encoders.toml.
 
-    about: str  # name for help and reports
-    package: str  # distribution that has the files
-    folder: str  # folder of the files in it
-    sha256: str  # SHA-256 of the weights
-    vocabulary: str  # SHA-256 of the tokenizer
-    licence: str  # licence of the weights
+    Attributes:
+        about: name for help and reports.
+        package: distribution that has the files.
+        folder: folder of the files in it.
+        sha256: SHA-256 of the weights.
+        vocabulary: SHA-256 of the tokenizer.
+        licence: licence of the weights.
+        language: language of the texts that it was trained on.
+        corpora: texts that it was trained on.
+    """
+
+    about: str
+    package: str
+    folder: str
+    sha256: str
+    vocabulary: str
+    licence: str
     language: str
-    corpora: str  # texts that it was trained on
+    corpora: str
 
 
 ENCODERS: Mapping[str, EncoderKind] = table(EncoderKind, HERE / "encoders.toml")
@@ -73,8 +84,10 @@ _BERT = Family(
 )
 _LLAMA = Family(
     blocks="layers",
-    lora=tuple(f"self_attn.{n}_proj" for n in "qv")
-    + tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
+    lora=(
+        *("self_attn.q_proj", "self_attn.v_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ),
     causal="model",
 )
 #: Families by ``model_type`` of config.json.
@@ -112,21 +125,34 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 def check_sizes(value: Any, name: str = "", level: int = 0) -> None:
-    """Raise ValueError for a number or a list of a config.json that no network has."""
+    """Raise ValueError for a number or a list of a config.json that no network has.
+
+    A crafted file could otherwise make transformers reserve any amount of memory.
+
+    Args:
+        value: value of JSON, with everything inside it.
+        name: key of the value; that of the list, for the items of a list.
+        level: number of dicts and lists that the value is in.
+    """
     if isinstance(value, dict | list):
-        entries = value.items() if isinstance(value, dict) else ((name, each) for each in value)
         if len(value) > MOST_ENTRIES or level > MOST_LEVELS:
             raise ValueError(f"{name or 'its content'} is too large")
-        for key, each in entries:
-            check_sizes(each, key, level + 1)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = -float(MOST_SIZE), float(MOST_SIZE)
-        if "layer" in name:
-            low, high = 0.0, MOST_LAYERS
-        elif isinstance(value, float) or "theta" in name:
-            low, high = -MOST_VALUE, MOST_VALUE
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be a number from {low:,.10g} to {high:,.10g}")
+        if isinstance(value, dict):
+            for key, item in value.items():
+                check_sizes(item, key, level + 1)
+        else:
+            for item in value:
+                check_sizes(item, name, level + 1)
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    low, high = -float(MOST_SIZE), float(MOST_SIZE)
+    if "layer" in name:
+        low, high = 0.0, MOST_LAYERS
+    elif isinstance(value, float) or "theta" in name:
+        low, high = -MOST_VALUE, MOST_VALUE
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low:,.10g} to {high:,.10g}")
 
 
 class EncoderConfig(BaseModel):
@@ -155,15 +181,22 @@ class EncoderConfig(BaseModel):
     @field_validator("form")
     @classmethod
     def check_form(cls, form: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a config.json. Raises ValueError for another network."""
+        """Return the values of a config.json.
+
+        Raises:
+            ValueError: the family is not supported, a number is too large, or the places of tokens
+                depend on the longest text of a batch, so that a text would change others' vectors.
+        """
         if form.get("model_type") not in [*FAMILIES]:
             raise ValueError(
                 f"its model_type is {form.get('model_type')!r:.80}, which is not supported. "
                 f"Supported: {', '.join(FAMILIES)}"
             )
         check_sizes(form)
-        if any(f'"{kind}"' in json.dumps(form) for kind in ("dynamic", "longrope")):
-            raise ValueError("places of tokens that depend on the lengths of other texts")
+        content = json.dumps(form)
+        for kind in ("dynamic", "longrope"):
+            if f'"{kind}"' in content:
+                raise ValueError("places of tokens that depend on the lengths of other texts")
         return form
 
     @property
@@ -178,7 +211,11 @@ class EncoderConfig(BaseModel):
 
 
 class FeatureKind:
-    """Fixed, public features of records, by default of images."""
+    """Fixed, public features of records, by default of images.
+
+    Features depend on one record and public numbers alone, so they have no privacy cost. Subclasses
+    define ``kind``, their name, and ``shape_of(records)``, the shape of the features of a record.
+    """
 
     #: Kind of records that it has features of.
     reads: ClassVar = "images"
@@ -199,7 +236,7 @@ class FeatureKind:
         return 0
 
     def fault(self, _: Records) -> str | None:
-        """Return why records of the kind are not supported, as the end of a sentence."""
+        """Return why records of the kind are not supported, as the end of a sentence; or None."""
         return None
 
 
@@ -241,7 +278,8 @@ class TextEncoder(FeatureKind):
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values of everything but weights that determines the features."""
-        return {"kind": self.kind, "form": self.config.model_dump(), "texts": self.texts}
+        form = self.config.model_dump()
+        return {"kind": self.kind, "form": form, "texts": self.texts}
 
     @property
     def size(self) -> int:
@@ -251,7 +289,9 @@ class TextEncoder(FeatureKind):
     def of(self, records: Records, *, causal: bool = False) -> "TextEncoder":
         """Return the features of records, whose texts are known now; as it is without texts.
 
-        ``causal``: the network predicts the next token.
+        Args:
+            records: what the records are.
+            causal: the network predicts the next token.
         """
         texts = records.texts if isinstance(records, Texts) else ()
         changes = {"pooling": "next"} if causal else {}
@@ -262,10 +302,14 @@ class TextEncoder(FeatureKind):
         return reader_of(self.tokenizer, self.config, limit)
 
     def shape_of(self, records: Records) -> tuple[int, ...]:
-        """Return the shape of the features of a record."""
+        """Return the shape of the features of a record: vectors, and then all other inputs.
+
+        That of a causal network is (1,), the loss of the record's text.
+        """
         if self.config.causal:
             return (1,)
-        others = records.size - sum(count for _, count in self.texts)
+        tokens = sum(count for _, count in self.texts)
+        others = records.size - tokens
         return (len(self.texts) * self.config.width + others,)
 
     def fault(self, records: Records) -> str | None:
@@ -275,15 +319,16 @@ class TextEncoder(FeatureKind):
                 "were read with another tokenizer. All runs of a search read them once: search "
                 "over encoders with the same tokenizer, or search for each of them."
             )
-        kinds = [name for name, family in FAMILIES.items() if family.causal]
         if self.config.causal and not self.config.family.causal:
+            kinds = [name for name, family in FAMILIES.items() if family.causal]
             return (
                 f"are not continued by {self.config.form['model_type']}. For "
                 f"{{task=}}language-model use {FOLDER} of {', '.join(kinds)}."
             )
-        if self.config.causal and records.size != sum(n + WRITTEN for _, n in self.texts[:1]):
+        inputs_of_first_text = sum(count + WRITTEN for _, count in self.texts[:1])
+        if self.config.causal and records.size != inputs_of_first_text:
             return "have other inputs. For {task=}language-model declare one column, of text."
-        most, longest = self.config.longest, max(n for _, n in self.texts)
+        most, longest = self.config.longest, max(count for _, count in self.texts)
         if longest <= most:
             return None
         return (
@@ -295,7 +340,14 @@ class TextEncoder(FeatureKind):
 def read_encoder(named: str) -> TextEncoder:
     """Read the configuration and the tokenizer of a network by its name or folder.
 
-    Raises InputError if a package or a file is missing, or the network is not supported.
+    Weights are not read. Nothing is downloaded, and no code of the folder is run.
+
+    Args:
+        named: a name of :data:`ENCODERS`, or a folder.
+
+    Raises:
+        InputError: a package or a file is missing, the tokenizer of a registered encoder has
+            another checksum, or the network is not supported.
     """
     kind, flag = ENCODERS.get(named), f"{{backbone=}}{named}"
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
@@ -329,14 +381,22 @@ def _name_of(folder: Path) -> str:
 
 
 def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
+    """Read configuration and tokenizer of a folder.
+
+    Args:
+        folder: folder in Hugging Face's format.
+        name: name of the encoder for reports.
+        flag: setting that names it, for messages.
+        remedy: sentence at the end of messages; "" for a folder that a user chose.
+    """
     if not folder.is_dir():
         others = f"{', '.join(ENCODERS)}, or " * (not remedy)
         raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
-    found = {n for n in (CONFIG, TOKENIZER) if (folder / n).is_file()}
-    found |= {WEIGHTS} if weight_files(folder) else set()
-    absent = [n for n in (CONFIG, TOKENIZER, WEIGHTS) if n not in found]
+    absent = [file for file in (CONFIG, TOKENIZER) if not (folder / file).is_file()]
+    if not weight_files(folder):
+        absent.append(WEIGHTS)
     save = "Save the network and its tokenizer with save_pretrained(FOLDER)."
-    raise_errors(f"{flag}: {folder} has no {n}. {save}{remedy}" for n in absent)
+    raise_errors(f"{flag}: {folder} has no {file}. {save}{remedy}" for file in absent)
     values, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
     if "auto_map" in values or any(folder.glob("*.py")):
         raise InputError(
@@ -365,21 +425,26 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the weights in a folder; [] if there are none."""
-    whole = folder / WEIGHTS
-    return [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
+    """Return the files of the weights in a folder: one, or all shards in order; [] if none."""
+    single = folder / WEIGHTS
+    return [single] if single.is_file() else sorted(folder.glob(SHARDS))
 
 
 def reason(failure: Exception) -> str:
-    """Return the first line of an error of values, without a full stop."""
+    """Return the first line of an error of values, without a full stop, at most 200 characters.
+
+    Args:
+        failure: an exception, of pydantic or of another library.
+    """
     errors = getattr(failure, "errors", None)
     text = errors()[0]["msg"] if callable(errors) else str(failure)
-    return f"{text.removeprefix('Value error, ').partition(chr(10))[0].rstrip('.'):.200}"
+    first_line, _, _ = text.removeprefix("Value error, ").partition("\n")
+    return f"{first_line.rstrip('.'):.200}"
 
 
 def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) -> EncoderConfig:
     """Return what a config.json says. Raises exceptions of several kinds if it cannot be used."""
-    form = {n: value for n, value in values.items() if not n.startswith(NOT_OF_FORM)}
+    form = {name: value for name, value in values.items() if not name.startswith(NOT_OF_FORM)}
     known = transformers_config(EncoderConfig.check_form(form))
     longest = known.max_position_embeddings
     if form["model_type"] == "roberta":  # its places begin behind that of padding
@@ -396,14 +461,25 @@ def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) ->
 
 
 def transformers_config(form: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers that describes a network."""
+    """Return the configuration of transformers that describes a network.
+
+    Args:
+        form: checked values of a config.json, see :meth:`EncoderConfig.check_form`.
+    """
     return transformers.AutoConfig.for_model(**form, use_cache=False)
 
 
 def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
     """Return how texts are read with the contents of a tokenizer.json.
 
-    Raises ValueError if it is not one, or not the one of ``config``.
+    Args:
+        content: contents of the file.
+        config: configuration of the network, with the checksum of its tokenizer.
+        limit: largest number of tokens of a text that is not in a table.
+
+    Raises:
+        ValueError: the file is not of the library tokenizers, is not the one of ``config``, fails
+            on unknown words, or has more tokens than the network knows.
     """
     if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
         raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")

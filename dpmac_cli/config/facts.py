@@ -1,4 +1,8 @@
-"""Facts of a dataset, notes on its records, and messages about its faults. Loads nothing."""
+"""Facts of a dataset, notes on its records, and messages about its faults. Loads nothing.
+
+Facts are public: they appear in reports and determine the privacy cost. Notes are private, because
+one record can change them: they are shown to the person who holds the records, and never written.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -33,13 +37,23 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InMemoryData:
-    """Records in memory instead of in a file: either arrays, or a data frame and its schema."""
+    """Records in memory instead of in a file: either arrays, or a data frame and its schema.
 
-    path: Path  # the name in angle brackets; not a file
-    arrays: Mapping[str, Any] | None = None  # like those of an .npz
+    Two of them are equal only if they are the same object, because records are not compared.
+
+    Attributes:
+        path: name in angle brackets, such as "<table>"; not a file.
+        arrays: arrays by name like those of an .npz; None for a data frame.
+        frame: data frame, or dataset of Hugging Face; None for arrays.
+        schema: declared schema of the columns of a data frame.
+        inferred: parts of the schema that were read from the records.
+    """
+
+    path: Path
+    arrays: Mapping[str, Any] | None = None
     frame: Any = None
     schema: "TableSchema | None" = None
-    inferred: tuple[str, ...] = ()  # parts of the schema that were read from the records
+    inferred: tuple[str, ...] = ()
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: object) -> core_schema.CoreSchema:
@@ -51,7 +65,13 @@ class InMemoryData:
 
 
 def in_memory(value: Any) -> InMemoryData | None:
-    """Return a data frame, or a dataset of Hugging Face, as records in memory; None for others."""
+    """Return a data frame, or a dataset of Hugging Face, as records in memory; None for others.
+
+    They are recognised by the attributes of their classes, so no library is imported.
+
+    Args:
+        value: the value of ``dataset=`` in a program.
+    """
     kind = type(value)  # an attribute of a frame may be one of its columns
     if hasattr(kind, "column_names") and (hasattr(kind, "features") or hasattr(kind, "values")):
         return InMemoryData(Path("<dataset>"), frame=value)
@@ -62,7 +82,12 @@ def in_memory(value: Any) -> InMemoryData | None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Records that are left out: one description each, and why, with their numbers."""
+    """Records that are left out.
+
+    Attributes:
+        records: one description of each.
+        reasons: sentences on why, which name some of them.
+    """
 
     records: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
@@ -72,7 +97,8 @@ class LeftOut:
 
     def note(self, dataset: str) -> str:
         """Return a sentence on how many records of a dataset are left out, and why."""
-        verb, number = "is" if len(self.records) == 1 else "are", len(self.records)
+        number = len(self.records)
+        verb = "is" if number == 1 else "are"
         return f"{counted(number, 'record')} of {dataset} {verb} left out: {self.why}."
 
     @property
@@ -109,28 +135,40 @@ class PrivateNotes:
 class DataFacts(Dataset):
     """Public facts of a dataset, read once, when a run is configured.
 
-    ``inferred`` lists which of "channels", "image size", "classes" and "kinds of columns" were read
-    from the records. One record can change those, so they are public only by decision.
+    Attributes:
+        name: name of the dataset, without the folders above it.
+        typed: the value of ``--dataset``: a registered name, or a path.
+        user_supplied: whether it is your own dataset, not a registered one.
+        schema: declared schema of a table; None for other data.
+        held_out: whether the test records were split off from the private ones.
+        unit: description of the unit of privacy; "" if it is one record.
+        inferred: which of "channels", "image size", "classes" and "kinds of columns" were read from
+            the records. One record can change those, so they are public only by decision.
     """
 
-    name: str  # without the folders above it
-    typed: str  # the value of ``--dataset``: a registered name, or a path
-    own: bool = False  # your own dataset, not a registered one
-    schema: "TableSchema | None" = None  # declared schema of a table; None for other data
-    held_out: bool = False  # the test records were split off from the private ones
-    unit: str = ""  # description of the unit of privacy; "" if it is one record
+    name: str
+    typed: str
+    user_supplied: bool = False
+    schema: "TableSchema | None" = None
+    held_out: bool = False
+    unit: str = ""
     inferred: tuple[str, ...] = ()
 
     @property
     def public(self) -> Dataset:
         """Return the facts that the registry has of its datasets."""
-        return Dataset(**{each.name: getattr(self, each.name) for each in fields(Dataset)})
+        return Dataset(**{field.name: getattr(self, field.name) for field in fields(Dataset)})
 
 
 def published_facts(name: str, unit: str | None = None) -> DataFacts:
     """Return the facts of a registered dataset, of which no record is read.
 
-    Raises InputError for a ``unit``, which no registered dataset tells.
+    Args:
+        name: a name of :data:`.DATASETS`.
+        unit: the setting ``unit``.
+
+    Raises:
+        InputError: a ``unit`` was given, which no registered dataset tells.
     """
     if unit is not None:
         raise InputError(
@@ -141,58 +179,99 @@ def published_facts(name: str, unit: str | None = None) -> DataFacts:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Return names as a phrase: "channels, image size and classes"."""
-    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+    """Return names as a phrase.
+
+    Example:
+        >>> listed(["channels", "image size", "classes"])
+        'channels, image size and classes'
+    """
+    if len(parts) < 2:
+        return "".join(parts)
+    *first, last = parts
+    return f"{', '.join(first)} and {last}"
 
 
 def first_of(names: Iterable[str]) -> str:
-    """Return the first of some names, and how many others there are."""
-    different = [*dict.fromkeys(names)]
+    """Return the first of some names, and how many others there are.
+
+    Example:
+        >>> first_of("abcdefg")
+        'a, b, c, d, e and 2 more'
+    """
+    different = list(dict.fromkeys(names))
     others = len(different) - NAMED
-    return escaped(listed([*different[:NAMED], f"{others} more"] if others > 0 else different))
+    if others > 0:
+        different = [*different[:NAMED], f"{others} more"]
+    return escaped(listed(different))
 
 
 def some_of(faults: Sequence[str]) -> list[str]:
-    """Return a text that lists some faults of one kind and counts the rest; [] for none."""
-    faults = [escaped(fault) for fault in faults]
+    """Return a text that lists some faults of one kind and counts the rest; [] for none.
+
+    Example:
+        >>> some_of(["row 1", "row 2"])
+        ['row 1; row 2']
+    """
+    if not faults:
+        return []
+    named = "; ".join(escaped(fault) for fault in faults[:NAMED])
     more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-    return [f"{'; '.join(faults[:NAMED])}{more}"] if faults else []
+    return [f"{named}{more}"]
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
-    """Return a sentence like :func:`some_of`, with what to do; [] for none."""
+    """Return a sentence like :func:`some_of`, with what to do; [] for none.
+
+    Args:
+        faults: faults of one kind, each without a full stop.
+        remedy: a sentence that begins with a space.
+    """
     return [f"{text}.{remedy}" for text in some_of(faults)]
 
 
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
-    """Raise for faults of one kind."""
+    """Raise InputError for faults of one kind, see :func:`complaints`; do nothing for none."""
     raise_errors(complaints(faults, remedy))
 
 
 def check_name(*names: str) -> None:
-    """Reject names with characters that a terminal may take for commands."""
-    unclear = [name for name in names if not name.isprintable()]
-    refuse(
-        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
-        " A terminal may interpret them as commands. Choose another name.",
-    )
+    """Reject names with characters that a terminal may take for commands.
+
+    Raises:
+        InputError: lists the names, escaped.
+    """
+    faults = list[str]()
+    for name in names:
+        if not name.isprintable():
+            faults.append(f"The name {name!a} contains characters that cannot be displayed")
+    refuse(faults, " A terminal may interpret them as commands. Choose another name.")
 
 
 def left_out(descriptions: Sequence[str]) -> LeftOut:
-    """Return records that are left out, given a description of each that says why."""
+    """Return records that are left out, given a description of each that says why.
+
+    Args:
+        descriptions: one for each record, such as "row 3: age is missing".
+    """
     return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))
 
 
 def dataset_of(sizes: tuple[int, int], records: AnyRecords, task: Task) -> Dataset:
     """Return facts like those of the registry, with conservative defaults.
 
-    ``sizes`` are the numbers of units to train on and to test on.
+    Args:
+        sizes: numbers of units to train on and to test on.
+        records: what the records are.
+        task: what is predicted.
     """
     return Dataset(*sizes, records, task, _defaults(sizes[0], records), "your own")
 
 
 def _defaults(train: int, records: Records) -> Defaults:
-    """Return the default settings for ``train`` units with records of a kind."""
+    """Return the default settings for ``train`` units with records of a kind.
+
+    Rows, and images that the convolutional network cannot halve twice, get a perceptron.
+    """
     batch = -(-train // STEPS_PER_EPOCH)
     if records.channels == records.size or min(records.shape[-2:]) < LEAST_CNN:
         return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)

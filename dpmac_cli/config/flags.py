@@ -56,6 +56,15 @@ Places = Mapping[str, str]
 class OneOf:
     """Validator of a text that must be one of some names, or of a described form.
 
+    Values of other types are left to the field's own type.
+
+    Example:
+        >>> device = OneOf(("cpu", "cuda"), (re.compile("cuda:[0-9]").fullmatch, "cuda:N"))
+        >>> device.known
+        'cpu, cuda; or cuda:N'
+        >>> device.check("cuda:1")
+        'cuda:1'
+
     Attributes:
         names: the names.
         besides: test and description of other texts that are allowed.
@@ -68,15 +77,23 @@ class OneOf:
     def known(self) -> str:
         """Return the allowed texts in words: "cpu, cuda; or cuda:N"."""
         names = ", ".join(self.names)
-        described = self.besides[1] if self.besides else ""
-        return "; or ".join(filter(None, (names, described)))
+        if self.besides is None:
+            return names
+        _, described = self.besides
+        return f"{names}; or {described}" if names else described
 
     def check(self, value: object) -> object:
-        """Return an allowed text, or a value of another type. Raises an error of pydantic."""
+        """Return an allowed text, or a value of another type.
+
+        Raises:
+            PydanticCustomError: the text is none of them. The message lists what is allowed.
+        """
         if not isinstance(value, str) or value in self.names:
             return value
-        if self.besides is not None and self.besides[0](value):
-            return value
+        if self.besides is not None:
+            is_allowed, _ = self.besides
+            if is_allowed(value):
+                return value
         known = f"one of {self.known}" if self.names else self.known
         raise PydanticCustomError("one_of", "Input should be {known}", {"known": known})
 
@@ -88,14 +105,22 @@ class OneOf:
 
 
 def _not_empty(value: object) -> object:
+    """Return a value that is no empty text, which as a path would be the current folder."""
     if value == "":
         raise PydanticCustomError("empty", "Input should be a path")
     return value
 
 
 def split(value: object) -> object:
-    """Return the parts of a text with commas; other values are unchanged."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    """Return the parts of a text with commas; other values are unchanged.
+
+    Example:
+        >>> split("0.5, 1"), split(2)
+        (['0.5', '1'], 2)
+    """
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",")]
 
 
 #: A path that is not empty.
@@ -107,16 +132,26 @@ Several = Annotated[tuple[T, ...], BeforeValidator(split)]
 
 
 def flag_name(name: str) -> str:
-    """Return the name of a setting as a flag."""
+    """Return the name of a setting as a flag: "batch-size" of "batch_size"."""
     return name.replace("_", "-")
 
 
+def setting_name(flag: object) -> str:
+    """Return the name of a setting by its flag, or by a key of a file, which may be no text."""
+    return str(flag).replace("-", "_")
+
+
 def parts(field: FieldInfo) -> list[Any]:
-    """Return the types in the annotation of a field, and their metadata."""
+    """Return the types in the annotation of a field, and their metadata.
+
+    Unions, tuples and ``Annotated`` are taken apart: ``Annotated[int, Field(ge=1)] | None`` is
+    ``[int, Ge(ge=1), NoneType]``.
+    """
     return [*_flattened(field.annotation), *field.metadata]
 
 
 def _flattened(annotation: Any) -> Iterator[Any]:
+    """Yield the types inside an annotation, and their metadata; see :func:`parts`."""
     if get_origin(annotation) in (Annotated, tuple, Union, UnionType):
         for part in get_args(annotation):
             yield from _flattened(part)
@@ -127,9 +162,11 @@ def _flattened(annotation: Any) -> Iterator[Any]:
 
 
 def kind_of(field: FieldInfo) -> type:
-    """Return the type of one value of a field."""
-    types = (part for part in parts(field) if isinstance(part, type) and part is not NoneType)
-    return next(types, str)  # a Literal is text
+    """Return the type of one value of a field: the first one that is not None."""
+    for part in parts(field):
+        if isinstance(part, type) and part is not NoneType:
+            return part
+    return str  # a Literal is text
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -138,12 +175,15 @@ def is_switch(field: FieldInfo) -> bool:
 
 
 def takes_several(field: FieldInfo) -> bool:
-    """Return whether several comma-separated values may be given."""
+    """Return whether several comma-separated values may be given, as of ``Several[float]``."""
     return ... in parts(field)
 
 
 def choices_of(field: FieldInfo) -> OneOf:
-    """Return the names that a field accepts; none if any text is allowed."""
+    """Return the names that a field accepts; none if any text is allowed.
+
+    They are those of :class:`OneOf`, or the values of a ``Literal``.
+    """
     for part in parts(field):
         if isinstance(part, OneOf):
             return part
@@ -154,15 +194,26 @@ def choices_of(field: FieldInfo) -> OneOf:
 
 def help_of(field: FieldInfo) -> str:
     """Return the help of a field, without its default."""
-    return " ".join((field.description or "").split()).partition(" [default: ")[0]
+    help_text, _ = _described(field)
+    return help_text
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a field in words; "" if there is none."""
-    words = " ".join((field.description or "").split()).partition(" [default: ")[2]
-    if words or not is_given(field.default) or field.default == ():
-        return words.removesuffix("]")
+    """Return the default of a field in words; "" if there is none.
+
+    Words at the end of its docstring, "[default: the dataset's]", come before the value.
+    """
+    _, default = _described(field)
+    if default or not is_given(field.default) or field.default == ():
+        return default
     return str(field.default)
+
+
+def _described(field: FieldInfo) -> tuple[str, str]:
+    """Return the help of a field and its default in words, from its docstring."""
+    description = " ".join((field.description or "").split())
+    help_text, _, default = description.partition(" [default: ")
+    return help_text, default.removesuffix("]")
 
 
 class _Hidden:
@@ -179,8 +230,12 @@ class Flags(BaseModel, frozen=True):
     the same way for command line, YAML and Python. The context of a validation has the places of
     values that are from a file.
 
+    Attributes:
+        not_both: groups of flags of which one may be given, and why.
+        renamed: flags by the names that other libraries give them.
+
     Raises:
-        InputError: lists every fault found.
+        InputError: lists every fault together: unknown names, invalid values, contradictions.
     """
 
     model_config = ConfigDict(
@@ -204,31 +259,32 @@ class Flags(BaseModel, frozen=True):
     def _with_all_faults(
         cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
-        """Validate values, and list all faults together."""
+        """Validate values, and list all faults together, in the order of the values."""
         if not isinstance(values, Mapping):
             return handler(values)
-        given = {
-            name: as_text(value, cls.model_fields.get(name))
-            for name, value in values.items()
-            if is_given(value)
-        }
+        texts = dict[str, Any]()
+        for name, value in values.items():
+            if is_given(value):
+                texts[name] = as_text(value, cls.model_fields.get(name))
         places = info.context or {}
-        contradictions = [in_file(error, places) for error in cls.contradictions(given)]
+        contradictions = [in_file(error, places) for error in cls.contradictions(texts)]
         try:
-            found = handler(given)
+            validated = handler(texts)
         except ValidationError as failure:
-            order = [*given]
-            errors = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
-            faults = [_sentence(fault, cls, places) for fault in errors]
+            faults = [_sentence(fault, cls, places) for fault in _in_order(failure, list(texts))]
             raise InputError([*dict.fromkeys(faults), *contradictions]) from None
         raise_errors(contradictions)
-        return found
+        return validated
 
     @classmethod
-    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude each other, from given values by name."""
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other.
+
+        Args:
+            values: given values by name, not validated.
+        """
         for group, why in cls.not_both.items():
-            names = [f"{{{name}}}" for name in group if name in given]
+            names = [f"{{{name}}}" for name in group if name in values]
             if len(names) > 1:
                 remedy = f"{why}. Give one" if why else "give one"
                 yield f"{' and '.join(names)} contradict each other: {remedy}."
@@ -236,26 +292,46 @@ class Flags(BaseModel, frozen=True):
     @property
     def explicit(self) -> Mapping[str, Any]:
         """Return the values that were set explicitly, by name."""
-        return {n: getattr(self, n) for n in type(self).model_fields if n in self.model_fields_set}
+        names = [name for name in type(self).model_fields if name in self.model_fields_set]
+        return {name: getattr(self, name) for name in names}
 
 
-def lonely(given: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield faults of settings that need another setting."""
+def lonely(values: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield faults of settings that need another setting.
+
+    Args:
+        values: given values by name.
+        needs: for the name of a setting, those of which it needs one; see :data:`.NEEDS`.
+    """
     for name, others in needs.items():
-        if name in given and given.keys().isdisjoint(others):
+        if name in values and values.keys().isdisjoint(others):
             remedy = " or ".join(f"{{{other}}}" for other in others)
             yield f"{{{name}}} has no effect alone: add {remedy}, or leave it out."
 
 
 def is_given(value: object) -> bool:
-    """Return whether a flag or a keyword has a value. 0 is one, which equals False."""
+    """Return whether a flag or a keyword has a value. 0 is one, which equals False.
+
+    Example:
+        >>> is_given(0), is_given(False), is_given(None)
+        (True, False, False)
+    """
     return value is not None and value is not False
 
 
 def valid(
     model: type[Model], values: Mapping[Any, Any], errors: list[str], places: Places | None = None
 ) -> Model:
-    """Return a model of values; if any is invalid, one without values, with ``errors`` extended."""
+    """Return a model of values; if any is invalid, one without values, with ``errors`` extended.
+
+    So a command reports the faults of several models together.
+
+    Args:
+        model: class of the model.
+        values: values by name.
+        errors: list to which the faults are added.
+        places: where values of a file are, by the names of their settings.
+    """
     try:
         return model.model_validate(values, context=places)
     except InputError as failure:
@@ -266,10 +342,14 @@ def valid(
 def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
     """Return the error for a name that is not one of the ``known`` settings.
 
-    ``renamed`` are settings by the names that other libraries give them.
+    Args:
+        name: the unknown name.
+        known: names of settings.
+        renamed: settings by the names that other libraries give them.
     """
     names = {*known}
-    if (ours := renamed.get(name)) in names:
+    ours = renamed.get(name)
+    if ours in names:
         return f"There is no setting '{name}'. In dpmac it is called {{{ours}}}."
     return f"There is no setting '{name}'.{near(name, names, '{{{}}}'.format)}"
 
@@ -277,16 +357,33 @@ def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
 def near(text: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
     """Return " Did you mean ...?" with close matches, or an empty string.
 
-    What replaces files is not suggested.
+    The setting that replaces files is not suggested.
+
+    Example:
+        >>> near("sigm", ["sigma", "epsilon"])
+        ' Did you mean sigma?'
+
+    Args:
+        text: what was typed.
+        names: names that are known.
+        write: returns a name as it is printed.
     """
     harmless = [name for name in names if name != "force"]
-    begun = [name for name in harmless if name.startswith(text.lower())]
-    matches = begun[:2] or difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(write, matches))}?" if matches else ""
+    beginning_so = [name for name in harmless if name.startswith(text.lower())]
+    close = difflib.get_close_matches(text.lower(), harmless, n=2, cutoff=0.6)
+    matches = beginning_so[:2] or close
+    if not matches:
+        return ""
+    return f" Did you mean {' or '.join(map(write, matches))}?"
 
 
 def in_file(error: str, places: Places) -> str:
-    """Return a contradiction, after the place of the first of its settings that is from a file."""
+    """Return a contradiction, after the place of the first of its settings that is from a file.
+
+    Args:
+        error: sentence that names settings in braces.
+        places: places by the names of settings; without any of them, the sentence is unchanged.
+    """
     for name, place in places.items():
         if f"{{{name}}}" in error:
             return f"{place}: {as_keywords(error)}"
@@ -294,7 +391,14 @@ def in_file(error: str, places: Places) -> str:
 
 
 def as_text(value: object, field: FieldInfo | None) -> object:
-    """Return a number, a path or the parts of a text as text, and the values of switches as is."""
+    """Return a number, a path or the parts of a text as text, and the values of switches as is.
+
+    So a value has the same limits and the same message, wherever it comes from.
+
+    Args:
+        value: a value of a program or a file.
+        field: field that it is for; None if there is none of its name.
+    """
     if isinstance(value, bool):
         return value if field is None or is_switch(field) else str(value).lower()
     if isinstance(value, list | tuple) and field is not None and JOINED in field.metadata:
@@ -303,10 +407,26 @@ def as_text(value: object, field: FieldInfo | None) -> object:
     return str(value) if isinstance(value, Real | Path) else value
 
 
+def _in_order(failure: ValidationError, names: list[str]) -> list[ErrorDetails]:
+    """Return the errors of a validation in the order in which its values were given."""
+
+    def place(error: ErrorDetails) -> int:
+        return names.index(str(error["loc"][0]))
+
+    return sorted(failure.errors(), key=place)
+
+
 def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
-    """Return an error of pydantic with the setting, the value and names that are close to it."""
+    """Return an error of pydantic with the setting, the value and names that are close to it.
+
+    Args:
+        fault: an error of the validation.
+        model: model that was validated.
+        places: places of values of a file, by the names of their settings.
+    """
     name, value = str(fault["loc"][0]), fault["input"]
-    why, known = fault["msg"].partition(", unable to parse")[0], model.model_fields
+    why, _, _ = fault["msg"].partition(", unable to parse")
+    known = model.model_fields
     if name not in known:
         error = unknown(name, known, model.renamed)
     elif not isinstance(value, str):

@@ -16,19 +16,30 @@ PAPER, BEST = "paper", "best"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedRecipe:
-    """A settings file of the package, and what it reaches."""
+    """A settings file of the package, and what it reaches: a row of named.toml.
 
-    about: str  # one line
-    command: str = "train"  # subcommand that runs it: train, compare or tune
-    with_flags: str = ""  # flags that it needs
-    epsilon: str = ""  # privacy cost of a run; "" if the file leaves it open
-    accuracy: str = ""  # test accuracy in percent; "" if it was not measured
-    minutes: str = ""  # on two cores; "" if it was not measured
-    extra: str = ""  # extra of the package that it needs
+    Attributes:
+        about: one line.
+        command: subcommand that runs it: train, compare or tune.
+        with_flags: flags that it needs.
+        epsilon: privacy cost of a run; "" if the file leaves it open.
+        accuracy: test accuracy in percent; "" if it was not measured.
+        minutes: time on two cores; "" if it was not measured.
+        extra: extra of the package that it needs.
+    """
+
+    about: str
+    command: str = "train"
+    with_flags: str = ""
+    epsilon: str = ""
+    accuracy: str = ""
+    minutes: str = ""
+    extra: str = ""
 
     def line(self, name: str) -> str:
-        """Return the command that runs this recipe."""
-        return " ".join(filter(None, ("dpmac", self.command, "--recipe", name, self.with_flags)))
+        """Return the command that runs this recipe, which has this name."""
+        command = ("dpmac", self.command, "--recipe", name, self.with_flags)
+        return " ".join(command).rstrip()
 
 
 #: Recipes without a file: what each of them is, and a command that runs it.
@@ -42,13 +53,16 @@ RECIPES: Mapping[str, NamedRecipe] = table(NamedRecipe, HERE / "named.toml")
 
 
 def recipe_rows() -> list[dict[str, str]]:
-    """Return what is known of each recipe, with its name and the command that runs it."""
-    rules = [{"name": n, "about": about, "command": line} for n, (about, line) in RULES.items()]
-    named = [
-        {**vars(recipe), "name": name, "command": recipe.line(name)}
-        for name, recipe in RECIPES.items()
-    ]
-    return [*rules, *named]
+    """Return what is known of each recipe, with its name and the command that runs it.
+
+    A row of a rule, which has no file, has no other columns than these and ``about``.
+    """
+    rows = list[dict[str, str]]()
+    for name, (about, command) in RULES.items():
+        rows.append({"name": name, "about": about, "command": command})
+    for name, recipe in RECIPES.items():
+        rows.append({**vars(recipe), "name": name, "command": recipe.line(name)})
+    return rows
 
 
 def file_of(name: str) -> Path:

@@ -1,7 +1,11 @@
-"""Registry of networks and features, and references to user-supplied models. Imports no torch."""
+"""Registry of networks and features, and references to user-supplied models. Imports no torch.
+
+A network is built by :mod:`dpmac_cli.models.build`, and features are computed by
+:mod:`dpmac_cli.features`. Here is what help, defaults, checks and reports need of them.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,14 +19,23 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Name of a network in :data:`MODELS`."""
+    """A network of dpmac.
+
+    Attributes:
+        name: its name in :data:`MODELS`.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class UserModel:
-    """A factory in a file, ``net.py:make``, or in an importable module, ``package.net:make``."""
+    """A factory in a file, ``net.py:make``, or in an importable module, ``package.net:make``.
+
+    Attributes:
+        place: path of the file, or name of the module.
+        factory: name of the function or class in it.
+    """
 
     place: str
     factory: str
@@ -37,24 +50,40 @@ class UserModel:
 
 
 def parse_model(text: str) -> BuiltIn | UserModel:
-    """Parse the value of ``--model``; a colon marks a factory."""
+    """Parse the value of ``--model``; a colon marks a factory.
+
+    Example:
+        >>> parse_model("mlp"), parse_model("nets/small.py:make").name
+        (BuiltIn(name='mlp'), 'small.py:make')
+    """
     place, colon, name = text.rpartition(":")
     return UserModel(place, name) if colon else BuiltIn(name)
 
 
 @dataclass(frozen=True)
 class NetworkKind:
-    """A built-in network."""
+    """A built-in network: a row of networks.toml.
 
-    about: str  # one line for help and reports
-    builder: str  # function in dpmac_cli.models.architectures
-    arguments: tuple[int, ...] = ()  # arguments of the builder, after the dataset
-    #: Samples of at most :data:`SMALL` pixels to process at a time, if more than the dataset's
-    #: default are faster: with many weights, larger passes cost little more than small ones.
+    Attributes:
+        about: one line for help and reports.
+        builder: function in :mod:`dpmac_cli.models.architectures`.
+        arguments: arguments of the builder, after the signature of the records.
+        physical_batch: samples of at most :data:`SMALL` pixels to process at a time, if more than
+            the dataset's default are faster: with many weights, larger passes cost little more than
+            small ones.
+    """
+
+    about: str
+    builder: str
+    arguments: tuple[int, ...] = ()
     physical_batch: int = 0
 
     def samples_at_a_time(self, pixels: int) -> int:
-        """Return how many samples of this size fit in the memory of a batch of small ones."""
+        """Return how many samples of this size fit in the memory of a batch of small ones.
+
+        Args:
+            pixels: height times width of an image.
+        """
         return self.physical_batch * SMALL // max(pixels, SMALL)
 
 
@@ -64,23 +93,35 @@ SMALL = 32 * 32
 MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
 #: Name of the features of tables.
 COLUMNS = "columns"
-#: Fixed, public features by name: those computed by :mod:`dpmac_cli.features.frozen`, and those of
-#: :func:`register_features`.
-FEATURES: dict[str, str] = {
-    "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
-    "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
-    COLUMNS: "numbers of a table with nine hats each, and with their ranks if no range is declared",
-}
 #: Scattering features per channel (an average, 8 angles in 2 octaves, and 64 pairs of angles), and
 #: the factor by which height and width shrink.
 SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
 
 
 @dataclass(frozen=True)
-class Scattered(FeatureKind):
-    """Fixed scattering features: a key of :data:`FEATURES`."""
+class FixedFeatures(FeatureKind):
+    """Fixed features of :data:`FEATURES`, computed once for each record before training.
+
+    Attributes:
+        kind: their name.
+        about: what they are, for help and reports.
+    """
 
     kind: str
+    about: str = field(default="", compare=False, repr=False, kw_only=True)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything that determines the features: their name."""
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True)
+class Scattered(FixedFeatures):
+    """Wavelet scattering features of images (Bruna and Mallat 2013, arXiv 1203.1513).
+
+    With two octaves and eight angles, as in Tramer and Boneh 2021, arXiv 2011.11660.
+    """
 
     def shape_of(self, records: Records) -> tuple[int, ...]:
         """Return (channels, height, width) of the features of images."""
@@ -99,10 +140,11 @@ class Scattered(FeatureKind):
 
 
 @dataclass(frozen=True)
-class TableColumns(FeatureKind):
-    """Inputs of each column of a table: a number and its hats, and so on."""
+class TableColumns(FixedFeatures):
+    """Inputs of each column of a table: a number and its hats, and so on.
 
-    kind: str = COLUMNS
+    :func:`~dpmac_cli.config.records.inputs_of` has the number of inputs of each kind of column.
+    """
 
     reads: ClassVar = "table"
     #: The middle of the range of a number, and equal logits: noise leaves few steps to unlearn.
@@ -119,16 +161,14 @@ class TableColumns(FeatureKind):
 
 
 @dataclass(frozen=True)
-class OwnFeatures(FeatureKind):
+class OwnFeatures(FixedFeatures):
     """Features of :func:`register_features`: a function of one record.
 
     Attributes:
-        kind: their name.
         function: maps a record to ``width`` numbers.
         width: number of features.
     """
 
-    kind: str
     function: Callable[[Any], Any]
     width: int
 
@@ -137,7 +177,8 @@ class OwnFeatures(FeatureKind):
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values that tell the function from an earlier one of its name."""
-        return {"kind": self.kind, "code": _code_of(getattr(self.function, "__code__", None))}
+        code = _code_of(getattr(self.function, "__code__", None))
+        return {"kind": self.kind, "code": code}
 
     def shape_of(self, _: Records) -> tuple[int, ...]:
         """Return the shape of the features of a record."""
@@ -152,8 +193,22 @@ def _code_of(code: Any) -> str:
     return f"{code.co_code.hex()} {code.co_names} ({constants})"
 
 
-#: Features of :func:`register_features` by name.
-OWN_FEATURES: dict[str, OwnFeatures] = {}
+#: Fixed, public features by name, also those of :func:`register_features`.
+FEATURES: dict[str, Scattered | TableColumns | OwnFeatures] = {
+    "scatter": Scattered(
+        "scatter",
+        about="wavelet scattering with two octaves and eight angles, and group norm",
+    ),
+    "scatter-mirror": Scattered(
+        "scatter-mirror",
+        about="scattering of opponent colours, averaged over an image and its mirror image",
+    ),
+    COLUMNS: TableColumns(
+        COLUMNS,
+        about="numbers of a table with nine hats each, and with their ranks if no range is "
+        "declared",
+    ),
+}
 
 Function = TypeVar("Function", bound=Callable[[Any], Any])
 
@@ -176,14 +231,14 @@ def register_features(name: str, width: int, about: str = "") -> Callable[[Funct
         InputError: the name is that of features that dpmac has, or the width is no positive
             integer.
     """
-    if name in FEATURES and name not in OWN_FEATURES:
+    known = FEATURES.get(name)
+    if known is not None and not isinstance(known, OwnFeatures):
         raise InputError(f"The features {name} are dpmac's own. Choose another name.")
     if not isinstance(width, int) or width < 1:
         raise InputError(f"width must be the number of features, an integer from 1, not {width!r}.")
 
     def register(function: Function) -> Function:
-        OWN_FEATURES[name] = OwnFeatures(name, function, width)
-        FEATURES[name] = about or name
+        FEATURES[name] = OwnFeatures(name, function, width, about=about or name)
         return function
 
     return register
@@ -195,21 +250,37 @@ TORCHVISION_WEIGHTS = "https://download.pytorch.org/models/"
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneKind:
-    """A network with public weights."""
+    """A network with public weights: a row of backbones.toml.
 
-    about: str  # one line for help and reports
-    file: str  # file of the weights, in the folder of ``package`` or at TORCHVISION_WEIGHTS
-    sha256: str  # SHA-256 of the file, or its first digits
-    licence: str  # licence of the weights
-    package: str = ""  # Python module that holds the file; "" if torchvision publishes it
-    network: str  # name of the network in torchvision, or in efficientnet_lite_pytorch
-    head: str  # name in the weights' file of the layer to leave out
-    width: int  # number of features per image
-    size: int  # side in pixels of the images that it was trained on
-    mean: tuple[float, float, float]  # subtracted per channel from pixels in [0, 1]
-    std: tuple[float, float, float]  # divisor per channel
-    any_size: bool = True  # whether it accepts images of other sizes
-    top1: float  # published accuracy on ImageNet's validation set
+    Attributes:
+        about: one line for help and reports.
+        file: file of the weights, in the folder of ``package`` or at TORCHVISION_WEIGHTS.
+        sha256: SHA-256 of the file, or its first digits.
+        licence: licence of the weights.
+        package: Python module that holds the file; "" if torchvision publishes it.
+        network: name of the network in torchvision, or in efficientnet_lite_pytorch.
+        head: name in the weights' file of the layer to leave out.
+        width: number of features per image.
+        size: side in pixels of the images that it was trained on.
+        mean: subtracted per channel from pixels in [0, 1].
+        std: divisor per channel.
+        any_size: whether it accepts images of other sizes.
+        top1: published accuracy on ImageNet's validation set, from 0 to 1.
+    """
+
+    about: str
+    file: str
+    sha256: str
+    licence: str
+    package: str = ""
+    network: str
+    head: str
+    width: int
+    size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    any_size: bool = True
+    top1: float
 
 
 BACKBONES: Mapping[str, BackboneKind] = table(BackboneKind, HERE / "backbones.toml")
@@ -219,9 +290,12 @@ LEAST_SIDE = 8
 
 @dataclass(frozen=True)
 class Backbone(FeatureKind):
-    """Features of a public backbone: a key of :data:`BACKBONES`, and the size to resize to.
+    """Features of images by a public network, one vector for each image.
 
-    With ``flips`` they are the mean over an image and its mirror image.
+    Attributes:
+        kind: a key of :data:`BACKBONES`.
+        size: height and width in pixels that images are resized to.
+        flips: whether they are the mean over an image and its mirror image.
     """
 
     kind: str
@@ -248,22 +322,17 @@ class Backbone(FeatureKind):
         return None
 
 
-def fixed_features(name: str) -> Scattered | OwnFeatures | TableColumns:
-    """Return the features of a name of :data:`FEATURES`."""
-    if name == COLUMNS:
-        return TableColumns()
-    return OWN_FEATURES.get(name) or Scattered(name)
-
-
 #: Features that a network may take instead of images, or instead of tokens of texts.
 Features = Scattered | OwnFeatures | TableColumns | Backbone | TextEncoder
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained part of a network with public weights: a key of :data:`PARTS`.
+    """Trained part of a network with public weights.
 
-    ``rank`` applies to LoRA.
+    Attributes:
+        part: a key of :data:`PARTS`.
+        rank: rank of the updates of LoRA; other parts have none.
     """
 
     part: str = "all"

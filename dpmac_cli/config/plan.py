@@ -1,4 +1,9 @@
-"""Plan of a training run: completed settings, facts of its records, its privacy event."""
+"""Plan of a training run: completed settings, facts of its records, its privacy event.
+
+Everything that a run needs to know before it reads records is here, once: what is not stored is a
+property of what is. :func:`~dpmac_cli.config.planning.plan` makes a plan. No module of it loads
+torch, so that costs and faults are printed at once.
+"""
 
 import math
 from collections.abc import Mapping
@@ -21,12 +26,12 @@ from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import near
 from dpmac_cli.config.networks import (
     BACKBONES,
+    FEATURES,
     Backbone,
     BuiltIn,
     Features,
     Trained,
     UserModel,
-    fixed_features,
     parse_model,
 )
 from dpmac_cli.config.records import COUNTED, Table
@@ -90,7 +95,7 @@ class Plan:
     @property
     def counts(self) -> tuple[TrainingEvent, ...]:
         """Return the events of all histograms of training records."""
-        return (*self.ranges, *(() if self.histogram is None else (self.histogram,)))
+        return self.ranges if self.histogram is None else (*self.ranges, self.histogram)
 
     @property
     def private(self) -> bool:
@@ -100,9 +105,14 @@ class Plan:
     @property
     def counted_columns(self) -> tuple[str, ...]:
         """Return the columns whose range and ranks follow from counts."""
-        columns = () if self.facts.schema is None else self.facts.schema.columns
+        if self.facts.schema is None:
+            return ()
         ranked = self.settings.scale == PRIVATE_SCALE
-        return tuple(c.name for c in columns if c.counted or (ranked and c.ranged))
+        names = list[str]()
+        for column in self.facts.schema.columns:
+            if column.counted or (ranked and column.ranged):
+                names.append(column.name)
+        return tuple(names)
 
     @property
     def max_epsilon(self) -> float:
@@ -159,7 +169,7 @@ class Plan:
             return read_encoder(settings.backbone).of(self.facts.records, causal=causal)
         if settings.backbone is not None and settings.backbone_size is not None:
             return Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
-        return None if settings.features is None else fixed_features(settings.features)
+        return None if settings.features is None else FEATURES[settings.features]
 
     @property
     def pretrained(self) -> Path | None:
@@ -193,19 +203,18 @@ class Plan:
 
         Those of a dataset are among them if it is your own.
         """
-        kept: dict[str, Any] = {
-            name: value
-            for name in SETTINGS
-            if (value := getattr(self.settings, name)) is not None
-            and name not in NOT_RECORDED
-            and (self.facts.own or GROUPS[name] != DATA)
-        }
-        kept["dataset"] = self.facts.typed
+        recorded = dict[str, Any]()
+        for name in SETTINGS:
+            value = getattr(self.settings, name)
+            of_registered_data = GROUPS[name] == DATA and not self.facts.user_supplied
+            if value is not None and name not in NOT_RECORDED and not of_registered_data:
+                recorded[name] = value
+        recorded["dataset"] = self.facts.typed
         if not isinstance(self.model, UserModel):
-            kept.pop("fix_norm")
+            recorded.pop("fix_norm")
         if not self.facts.records.standardised:
-            kept.pop("standardise")
-        return kept
+            recorded.pop("standardise")
+        return recorded
 
     @property
     def stem(self) -> str:
@@ -227,18 +236,25 @@ class Plan:
         return {**vars(self), "settings": settings}
 
     def on(self, device: str) -> "Plan":
-        """Return the plan of the same run on another device."""
+        """Return the plan of the same run on another device, such as "cuda:1"."""
         return replace(self, settings=self.settings.replace(device=device))
 
     def placed(self, folder: Path, *, force: bool = False) -> "Plan":
-        """Return the plan of the same run in another folder, where ``force`` replaces a run."""
+        """Return the plan of the same run in another folder.
+
+        Args:
+            folder: folder of the run.
+            force: whether a run that is there is replaced.
+        """
         return replace(self, settings=self.settings.replace(out=folder, force=force))
 
 
 def with_noise(recorded: Mapping[str, Any], event: TrainingEvent) -> Mapping[str, Any]:
     """Return settings of a run with the noise of its event instead of a target, if they have one.
 
-    ``recorded`` are :attr:`Plan.recorded`, or those of a file of them.
+    Args:
+        recorded: :attr:`Plan.recorded`, or those of a file of them.
+        event: event of the run, with its noise multiplier.
     """
     if "epsilon" not in recorded:
         return recorded
@@ -248,19 +264,25 @@ def with_noise(recorded: Mapping[str, Any], event: TrainingEvent) -> Mapping[str
 def optimizer_of(settings: Settings) -> Optimizer:
     """Return the optimizer of completed settings, with its hyperparameters.
 
-    Raises InputError for a user-supplied optimizer whose fields cannot be set.
+    Raises:
+        InputError: a user-supplied optimizer has fields that are no settings, or they cannot have
+            these values.
     """
     kind = OPTIMIZERS[settings.optimizer]
     known = [name for name, group in GROUPS.items() if group == OPTIMIZER and name != "optimizer"]
-    raise_errors(
-        f"{{optimizer=}}{kind.name} has the field {name}, which is not a setting of optimizers."
-        f"{near(name, known)} Its fields are some of {', '.join(known)}. Declare any other number "
-        "as a ClassVar."
-        for name in kind.used()
-        if name not in known
-    )
+    errors, hyperparameters = list[str](), dict[str, Any]()
+    for name in kind.used():
+        if name in known:
+            hyperparameters[name] = getattr(settings, name)
+        else:
+            errors.append(
+                f"{{optimizer=}}{kind.name} has the field {name}, which is not a setting of "
+                f"optimizers.{near(name, known)} Its fields are some of {', '.join(known)}. "
+                "Declare any other number as a ClassVar."
+            )
+    raise_errors(errors)
     try:
-        return kind(**{name: getattr(settings, name) for name in kind.used()})
+        return kind(**hyperparameters)
     except ValidationError as failure:
         raise InputError(
             f"{{optimizer=}}{kind.name} cannot have these settings ({first_fault(failure)}). Use "
@@ -272,10 +294,14 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
     """Return the accounting event of a run of completed settings, with the noise that they have.
 
     Each crafted record of an audit has a place among the n, whether it is in or not.
+
+    Args:
+        settings: completed settings. A noise multiplier that is still to be calibrated is 0.
+        records: number of training records, or units.
     """
     places = records + (settings.canaries or 0)
     per_epoch = max(1, math.ceil(places / settings.batch_size))
-    steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
+    steps = settings.epochs * per_epoch if settings.epochs is not None else settings.steps or 0
     rate = settings.batch_size / places
     rate = min(1.0, rate)  # a batch that is too large is refused with all other faults
     return TrainingEvent(
@@ -301,15 +327,21 @@ Shares = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def shares_of_counts(settings: Settings, facts: Dataset) -> Shares:
-    """Return the shares of the histograms of a run."""
-    records, before = facts.records, tuple[float, ...]()
+    """Return the shares of the histograms of a run; none without privacy.
+
+    Args:
+        settings: completed settings.
+        facts: public facts of the records.
+    """
     if settings.no_dp:
         return (), ()
+    records, before = facts.records, tuple[float, ...]()
     if isinstance(records, Table) and records.count(*COUNTED):
         before = ROUNDS
     if facts.task.open:
         before = (*before, *ROUNDS_OF_TARGET, MOMENTS)
-    return before, (SHARE,) if settings.calibration == HISTOGRAM else ()
+    after = (SHARE,) if settings.calibration == HISTOGRAM else ()
+    return before, after
 
 
 def histograms_of(
@@ -326,21 +358,27 @@ def histograms_of(
         event: steps of the run.
         shares: see :func:`shares_of_counts`.
         records: number of training records, or units.
+
+    Returns:
+        Events of counts before training, one for each share, and of the histogram after it.
     """
-    (before, after), whole = shares, 1.0
+    before, after = shares
     if not (before or after):
         return (), ()
+    whole = 1.0  # of the budget, in units of mu^2
     if epsilon is None:
-        epsilon, whole = total_epsilon((event,), delta), 1 / (1 - sum((*before, *after)))
-    noises = [noise_of_share(epsilon, delta, whole * share) for share in (*before, *after)]
+        epsilon = total_epsilon((event,), delta)
+        whole = 1 / (1 - sum((*before, *after)))
+    noises = list[float]()
+    for share in (*before, *after):
+        noises.append(noise_of_share(epsilon, delta, whole * share))
+    counts = [histogram_event(noise) for noise in noises[: len(before)]]
     drawn = event.sampling_rate * event.steps / DRAWN_PER_COUNTED
-    return (
-        tuple(histogram_event(noise) for noise in noises[: len(before)]),
-        tuple(
-            histogram_event(noise, min(1.0, max(drawn, LEAST_OVER_NOISE * noise / records)))
-            for noise in noises[len(before) :]
-        ),
-    )
+    histograms = list[TrainingEvent]()
+    for noise in noises[len(before) :]:
+        rate = min(1.0, max(drawn, LEAST_OVER_NOISE * noise / records))
+        histograms.append(histogram_event(noise, rate))
+    return tuple(counts), tuple(histograms)
 
 
 def calibrated(
@@ -348,8 +386,15 @@ def calibrated(
 ) -> TrainingEvent:
     """Return an event with the least noise for which the whole run costs at most its epsilon.
 
-    That also covers ``earlier`` events on the same records, and others that are planned. An event
-    whose noise was given is unchanged. Raises BudgetError if no noise meets epsilon.
+    An event whose noise was given is unchanged.
+
+    Args:
+        settings: completed settings.
+        event: all steps of the run.
+        earlier: events on the same records, and others that are planned, which the target covers.
+
+    Raises:
+        BudgetError: no noise meets epsilon.
     """
     if settings.no_dp or settings.epsilon is None:
         return event

@@ -1,4 +1,8 @@
-"""From settings and facts of the records to the plan of a run. Reads no records."""
+"""Plan of a run, from settings and facts of the records. Reads no records.
+
+The order matters: defaults first, because checks need them; then all faults together; and the
+noise last, because it covers every event that the defaults add, such as a histogram.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +27,7 @@ from dpmac_cli.tasks.task import is_labelled
 
 
 def plan(
-    given: Settings,
+    settings: Settings,
     facts: DataFacts,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
@@ -33,31 +37,38 @@ def plan(
     """Complete settings, validate them together, and calibrate the noise.
 
     Args:
-        given: settings as they were given.
+        settings: settings as they were given.
         facts: facts of the records.
         earlier: events on the same records, which a target epsilon must cover too.
         noise: event of a run that has begun, whose noise is never calibrated again; None for a new
             run.
         of_records: faults of the records, which are reported with those of settings.
 
+    Returns:
+        The plan, whose events cost at most the target epsilon together with ``earlier`` ones.
+
     Raises:
         InputError: lists every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    settings = completed(given, facts)
+    explicit = settings.explicit
+    settings = completed(settings, facts)
     if settings.scale == PRIVATE_SCALE and isinstance(facts.records, Table):
         facts = replace(facts, records=facts.records.ranked())
     event = event_of(settings, facts.train_size)
-    found = Plan(settings, facts, event, optimizer_of(settings))
-    unlabelled = not is_labelled(settings.task)
-    needs = {name: others for name, others in NEEDS.items() if name != "task" or unlabelled}
-    raise_errors([*lonely(given.explicit, needs), *of_records, *checks.faults(found)])
-    event = event if noise is None else event.with_noise_of(noise)
+    made = Plan(settings, facts, event, optimizer_of(settings))
+    needs = dict(NEEDS)
+    if is_labelled(settings.task):
+        del needs["task"]  # it says that there are labels, which needs no encoder
+    raise_errors([*lonely(explicit, needs), *of_records, *checks.faults(made)])
+    if noise is not None:
+        event = event.with_noise_of(noise)
     shares = shares_of_counts(settings, facts)
     ranges, after = histograms_of(settings.epsilon, settings.delta, event, shares, facts.train_size)
-    found = replace(found, event=event, ranges=ranges, histogram=next(iter(after), None))
+    histogram = after[0] if after else None
+    made = replace(made, event=event, ranges=ranges, histogram=histogram)
     if noise is None:
-        others = (*earlier, *found.counts)
-        found = replace(found, event=calibrated(settings, event, others))
-    _ = found.score  # raises BudgetError before anything is written
-    return found
+        others = (*earlier, *made.counts)
+        made = replace(made, event=calibrated(settings, event, others))
+    _ = made.score  # raises BudgetError before anything is written
+    return made

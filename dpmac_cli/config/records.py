@@ -2,7 +2,8 @@
 
 A record keeps the shape of its array: an image (channels, height, width), a row of a table
 (columns,), a text the numbers of its tokens. A network gets it scaled by public constants, in the
-same shape. Imports nothing slow.
+same shape. What is declared here is public, and is never measured on the records, apart from
+ranges that noisy counts find. Imports nothing slow.
 """
 
 import math
@@ -27,7 +28,13 @@ Scaling = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Records(BaseModel, ABC):
-    """Records of one kind, all of one shape. All of it is public."""
+    """Records of one kind, all of one shape. All of it is public.
+
+    Attributes:
+        several: what the records are, in words: "images".
+        one: one of them: "one image".
+        public: what is public of how they are read, in words.
+    """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -66,7 +73,10 @@ class Records(BaseModel, ABC):
 
     @property
     def scaling(self) -> Scaling:
-        """Return factors and summands of a channel each, by which a network's inputs are made."""
+        """Return factors and summands of a channel each, by which a network's inputs are made.
+
+        An input is value * factor + summand; without standardisation it is the value.
+        """
         if not self.standardised:
             return (1.0,) * self.channels, (0.0,) * self.channels
         return self.constants
@@ -85,7 +95,14 @@ class Records(BaseModel, ABC):
 
 
 class Images(Records):
-    """Images with 8 bits per channel: pixels are divided by white, then standardised."""
+    """Images with 8 bits per channel: pixels are divided by white, then standardised.
+
+    A network gets (pixel / white - mean) / std, as one multiply-add.
+
+    Example:
+        >>> Images(shape=(1, 28, 28), mean=(0.5,), std=(0.5,), white=255).scaling[1]
+        (-1.0,)
+    """
 
     several: ClassVar = "images"
     one: ClassVar = "one image"
@@ -105,17 +122,28 @@ class Images(Records):
     @property
     def constants(self) -> Scaling:
         """Return the factors and summands of standardisation."""
-        factors = tuple(1 / (self.white * std) for std in self.std)
-        return factors, tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+        factors, summands = list[float](), list[float]()
+        for mean, std in zip(self.mean, self.std, strict=True):
+            factors.append(1 / (self.white * std))
+            summands.append(-mean / std)
+        return tuple(factors), tuple(summands)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise ValueError for constants that are not one for each channel."""
         self._check_constants(self.mean, self.std)
         return self
 
 
 class Numbers(Records):
-    """Rows or arrays of numbers, clipped to public ranges, which are scaled to [-1, 1]."""
+    """Rows or arrays of numbers, clipped to public ranges, which are scaled to [-1, 1].
+
+    Ranges are declared, not measured on the records, because one record could change them.
+
+    Example:
+        >>> Numbers(shape=(2,), low=(0.0, 10.0), high=(10.0, 20.0)).scaling
+        ((0.2, 0.2), (-1.0, -3.0))
+    """
 
     several: ClassVar = "rows of numbers"
     one: ClassVar = "one row"
@@ -130,18 +158,21 @@ class Numbers(Records):
 
     @property
     def constants(self) -> Scaling:
-        """Return the factors and summands of standardisation."""
-        ranges = list(zip(self.low, self.high, strict=True))
-        halves = [(high - low) / 2 for low, high in ranges]
-        middles = [(low + high) / 2 for low, high in ranges]
-        factors = tuple(1 / half for half in halves)
-        return factors, tuple(-middle / half for middle, half in zip(middles, halves, strict=True))
+        """Return the factors and summands that map each range to [-1, 1]."""
+        factors, summands = list[float](), list[float]()
+        for low, high in zip(self.low, self.high, strict=True):
+            half, middle = (high - low) / 2, (low + high) / 2
+            factors.append(1 / half)
+            summands.append(-middle / half)
+        return tuple(factors), tuple(summands)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise ValueError for ranges that are not one for each channel, or are empty."""
         self._check_constants(self.low, self.high)
-        if any((high - low) / 2 <= 0 for low, high in zip(self.low, self.high, strict=True)):
-            raise ValueError("low is not below high")
+        for low, high in zip(self.low, self.high, strict=True):
+            if (high - low) / 2 <= 0:  # by which inputs are divided
+                raise ValueError("low is not below high")
         return self
 
 
@@ -169,8 +200,9 @@ class Texts(Numbers):
     @property
     def described(self) -> str:
         """Return what a record is: "records with 2 texts of at most 32 and 64 tokens"."""
-        several = "s" * (len(self.texts) > 1)
-        return f"records with {len(self.texts)} text{several} of at most {self.limits} tokens"
+        number = len(self.texts)
+        noun = "text" if number == 1 else "texts"
+        return f"records with {number} {noun} of at most {self.limits} tokens"
 
     @property
     def limits(self) -> str:
@@ -189,6 +221,7 @@ class Texts(Numbers):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
+        """Raise ValueError for texts that are not among the inputs."""
         last = self.shape[0] - WRITTEN
         if not self.texts or any(first + count > last for first, count in self.texts):
             raise ValueError("texts are not among the inputs")
@@ -212,9 +245,20 @@ def inputs_of(kind: InputKind, width: int) -> int:
 
     A number has hats, and where it is counted also its rank and the hats of that. Two categories
     are one input, apart from other values.
+
+    Example:
+        >>> inputs_of("number", 1), inputs_of("ranked", 1), inputs_of("one-hot", 5)
+        (10, 20, 5)
+
+    Args:
+        kind: kind of the column.
+        width: number of inputs that a reader returns for it.
     """
-    if kind in ("number", *COUNTED):
-        return (1 + HATS) * (1 + (kind in COUNTED))
+    number_with_hats = 1 + HATS
+    if kind in COUNTED:
+        return 2 * number_with_hats
+    if kind == "number":
+        return number_with_hats
     return 2 if kind == "one-hot" and width == TWO_AND_OTHERS else width
 
 
@@ -254,14 +298,19 @@ class Table(Numbers):
         """Return the number of columns."""
         return len(self.columns) - self.count("flag")
 
-    def count(self, *wanted: InputKind) -> int:
+    def count(self, *kinds: InputKind) -> int:
         """Return the number of parts of some kinds."""
-        return sum(kind in wanted for kind, _ in self.columns)
+        return sum(kind in kinds for kind, _ in self.columns)
 
     def ranked(self) -> "Table":
-        """Return the same records, with ranks of numbers beside their declared ranges."""
-        columns = tuple(("ranked" if k == "number" else k, width) for k, width in self.columns)
-        return self.model_copy(update={"columns": columns})
+        """Return the same records, with ranks of numbers beside their declared ranges.
+
+        A range stays; ranks inside it follow from noisy counts of the records.
+        """
+        columns = list[tuple[InputKind, int]]()
+        for kind, width in self.columns:
+            columns.append(("ranked" if kind == "number" else kind, width))
+        return self.model_copy(update={"columns": tuple(columns)})
 
     @property
     def constants(self) -> Scaling:
@@ -276,6 +325,7 @@ class Table(Numbers):
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
+        """Raise ValueError for columns that are not all of the inputs."""
         if sum(width for _, width in self.columns) != self.size:
             raise ValueError("columns are not all of its inputs")
         return self

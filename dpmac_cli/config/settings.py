@@ -1,6 +1,9 @@
 """Settings of a training run: one typed model, of which flags, YAML and keywords are made.
 
-A setting has the same name as a flag, as a YAML key and as a keyword. Imports no torch.
+A setting has the same name as a flag, as a YAML key and as a keyword. Its field is its one place:
+the type has its limits, the docstring is its help in commands and documentation, and its group is
+that of the field before it, unless :data:`FIRST` begins another. Limits on combinations are in
+:data:`NOT_BOTH` and :data:`NEEDS`, and in :mod:`dpmac_cli.config.checks`. Imports no torch.
 """
 
 import re
@@ -124,6 +127,7 @@ FIRST = {
 
 
 def _not_zero(sigma: float) -> float:
+    """Return a noise multiplier above 0; raise the fault of pydantic for 0, which is no privacy."""
     if sigma == 0:
         raise PydanticCustomError(
             "no_dp", "Input should be above 0 (to train without privacy use {no_dp})"
@@ -168,9 +172,11 @@ DryRun = Annotated[StrictBool, Field(description="Show the plan and its cost, wi
 
 
 def _named_or_in_memory(value: object) -> object:
+    """Return a name or a path, or an object of a program as records in memory."""
     if isinstance(value, str | InMemoryData):
         return value
-    if (records := in_memory(value)) is not None:
+    records = in_memory(value)
+    if records is not None:
         return records
     raise PydanticCustomError(
         "dataset",
@@ -180,7 +186,11 @@ def _named_or_in_memory(value: object) -> object:
 
 
 class Priced(Flags, frozen=True):
-    """Settings that the privacy cost of a run follows from, apart from its noise and length."""
+    """Settings that the privacy cost of a run follows from, apart from its noise and length.
+
+    ``dpmac account`` has these, too. Together with the facts of a dataset they determine the number
+    of records, the sampling rate, and the histograms that are counted beside the steps.
+    """
 
     dataset: Annotated[
         str | InMemoryData, OneOf(DATASETS, OWN_DATA), BeforeValidator(_named_or_in_memory)
@@ -210,6 +220,15 @@ class Priced(Flags, frozen=True):
 
 class Settings(Priced, frozen=True):
     """Settings of a training run: as given, or completed; None if off.
+
+    Values may be of their types or as text, as in a command or a file. Defaults that depend on the
+    dataset are filled in by :func:`~dpmac_cli.config.planning.plan`, and stay apart from those
+    that were given: :attr:`explicit`.
+
+    Example:
+        >>> settings = Settings(dataset="digits", epsilon="3")
+        >>> settings.epsilon, settings.optimizer, settings.explicit
+        (3.0, 'dp-macadam', {'dataset': 'digits', 'epsilon': 3.0})
 
     Raises:
         InputError: lists every invalid value and contradiction.
@@ -398,16 +417,28 @@ class Settings(Priced, frozen=True):
     debug: Debug = False
 
     def replace(self, **changes: Any) -> Self:
-        """Return these settings with others of the same type, which are not validated."""
+        """Return these settings with others of the same type, which are not validated.
+
+        Args:
+            changes: values by the names of their settings. They count as given from now on.
+        """
         return self.model_copy(update=changes)
 
     def filled(self, defaults: dict[str, Any]) -> Self:
-        """Return these settings with defaults for those that were not given."""
-        missing = {n: value for n, value in defaults.items() if n not in self.model_fields_set}
+        """Return these settings with defaults for those that were not given.
+
+        A default that is filled in counts as given from now on, so the first one stays.
+
+        Args:
+            defaults: values by the names of their settings, which are not validated.
+        """
+        given_names = self.model_fields_set
+        missing = {name: value for name, value in defaults.items() if name not in given_names}
         return self.model_copy(update=missing)
 
 
 def _groups() -> dict[str, str]:
+    """Return the group of each setting, in the order of the fields."""
     groups, current = dict[str, str](), TASK
     for name in Settings.model_fields:
         current = FIRST.get(name, current)

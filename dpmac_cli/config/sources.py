@@ -1,4 +1,8 @@
-"""Sources of settings: flags, YAML files and recipes by name. Flags take precedence."""
+"""Sources of settings: flags, YAML files and recipes by name. Flags take precedence.
+
+A file may come from somebody else, so it cannot name code to run, and its values are text until a
+setting validates them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +11,7 @@ from typing import Any
 import yaml
 
 from dpmac_cli.bounded_yaml import TextLoader, read_text
-from dpmac_cli.config.flags import flag_name, is_given
+from dpmac_cli.config.flags import flag_name, is_given, setting_name
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import NOT_BOTH, Settings
 from dpmac_cli.errors import InputError, raise_errors
@@ -15,13 +19,17 @@ from dpmac_cli.errors import InputError, raise_errors
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 #: Texts in YAML that are no values of a flag, in lower case.
-WORDS: Mapping[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+WORDS: Mapping[str, bool | None] = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "false": False,
+}
 #: What a file should contain.
 LINES = "Write lines like 'sigma: 0.8'."
 #: Values by the names of settings, as text or of their types; None and False if not given.
 Values = Mapping[str, Any]
-
-
 #: Values by the names of settings, and where those of a file are: "run.yaml, line 3".
 Layers = tuple[dict[str, Any], dict[str, str]]
 
@@ -32,6 +40,13 @@ def read_yaml(file: Path) -> Layers:
     A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
     parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used.
 
+    Args:
+        file: path of the file, of a bounded size.
+
+    Returns:
+        Values by the names of settings, and the place of each, such as "run.yaml, line 3". Neither
+        names nor values are validated.
+
     Raises:
         InputError: it cannot be read, is no mapping, or has a key twice.
     """
@@ -39,52 +54,65 @@ def read_yaml(file: Path) -> Layers:
         loader = TextLoader(read_text(file))
         loader.name = str(file)  # for its messages
         root = loader.get_single_node()
-        found = {} if root is None else loader.construct_document(root) or {}
+        mapping = {} if root is None else loader.construct_document(root) or {}
     except OSError as failure:
         why = failure.strerror or failure
         raise InputError(f"{{config=}}{file} cannot be read ({why}).") from failure
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
         why = " ".join(str(failure).split())
         raise InputError(f"{{config=}}{file} is not valid YAML: {why}. {LINES}") from failure
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise InputError(f"{{config=}}{file} is not a mapping. {LINES}")
     places, errors = dict[str, str](), list[str]()
-    for key, value in root.value if found else ():
-        name, place = _setting(key.value), f"{file}, line {key.start_mark.line + 1}"
+    entries = root.value if mapping else ()
+    for key, value in entries:
+        name = setting_name(key.value)
+        place = f"{file}, line {key.start_mark.line + 1}"
         if name in places:
             errors.append(f"{place}: {key.value} is given twice. Give it once.")
         if value.value == []:
             errors.append(f"{place}: {key.value} is empty.")
         places[name] = place
     raise_errors(errors)
-    return {_setting(key): _value(value) for key, value in found.items()}, places
-
-
-def _setting(key: object) -> str:
-    """Return the name of a setting that is the key of a file."""
-    return str(key).replace("-", "_")
+    values = {setting_name(key): _value(value) for key, value in mapping.items()}
+    return values, places
 
 
 def _value(value: Any) -> Any:
+    """Return a value of a file, with :data:`WORDS` such as true as what they mean."""
     if isinstance(value, list):
-        return [*map(_value, value)]
-    return WORDS.get(value.lower(), value) if isinstance(value, str) else value
+        return [_value(item) for item in value]
+    if isinstance(value, str):
+        return WORDS.get(value.lower(), value)
+    return value
 
 
 def to_yaml(recorded: Values) -> str:
-    """Return a file that repeats a run exactly, with --config and the same --seed."""
+    """Return a file that repeats a run exactly, with --config and the same --seed.
+
+    Args:
+        recorded: settings that describe the run, see :attr:`.Plan.recorded`.
+    """
     body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
     return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
 
 
 def by_flag(settings: Values) -> dict[str, Any]:
-    """Return settings by the names of their flags, as files have them."""
+    """Return settings by the names of their flags, as files have them.
+
+    Args:
+        settings: values by the names of settings.
+    """
     return {flag_name(name): value for name, value in settings.items()}
 
 
 def by_setting(recorded: Values) -> dict[str, Any]:
-    """Return the settings of a file, which has them by the names of their flags."""
-    return {name.replace("-", "_"): value for name, value in recorded.items()}
+    """Return the settings of a file, which has them by the names of their flags.
+
+    Args:
+        recorded: values of a file that dpmac wrote; see :func:`by_flag`.
+    """
+    return {setting_name(flag): value for flag, value in recorded.items()}
 
 
 def layered(
@@ -99,24 +127,33 @@ def layered(
         below: a YAML file, or values that were recorded.
         several_runs: whether the recipe may be of several runs.
 
+    Returns:
+        Values by name, and the places of those that are from the file.
+
     Raises:
         InputError: the file cannot be read or refers to code, or the recipe is of several runs.
     """
     above = _given(flags)
-    written, places = read_yaml(below) if isinstance(below, Path) else (below or {}, {})
+    if isinstance(below, Path):
+        written, places = read_yaml(below)
+    else:
+        written, places = dict(below or {}), {}
     if "model" not in above:
         _refuse_code(written, places)
     values = over(above, _given(written))
-    if (recipe := RECIPES.get(name := str(values.get("recipe")))) is not None:
+    name = str(values.get("recipe"))
+    recipe = RECIPES.get(name)
+    if recipe is not None:
         if recipe.command != "train" and not several_runs:
             raise InputError(f"{{recipe=}}{name} has several runs. Use {recipe.line(name)}.")
         del values["recipe"]
         of_recipe, _ = read_yaml(file_of(name))
         values = over(values, of_recipe)
-    return values, {n: place for n, place in places.items() if n not in above}
+    return values, {setting: place for setting, place in places.items() if setting not in above}
 
 
 def _given(values: Values) -> dict[str, Any]:
+    """Return the values that are given: all but None and False."""
     return {name: value for name, value in values.items() if is_given(value)}
 
 
@@ -133,6 +170,19 @@ def _refuse_code(written: Values, places: Mapping[str, str]) -> None:
 def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:
     """Return the validated settings of :func:`layered` flags, file and recipe.
 
+    Example:
+        >>> settings = given_settings({"sigma": "0.8", "epochs": 3})
+        >>> settings.sigma, settings.epochs, settings.explicit.keys() >= {"sigma", "epochs"}
+        (0.8, 3, True)
+
+    Args:
+        flags: values by name, as text or of their types.
+        below: see :func:`layered`.
+
+    Returns:
+        The settings; :attr:`.Settings.explicit` has those that were given. Defaults that depend on
+        the dataset are not filled in: see :func:`~dpmac_cli.config.planning.plan`.
+
     Raises:
         InputError: lists every fault of a value, an unknown name or a contradiction.
     """
@@ -141,14 +191,35 @@ def given_settings(flags: Values, below: Path | Values | None = None) -> Setting
 
 
 def over(above: Values, below: Values) -> dict[str, Any]:
-    """Merge settings, where those ``above`` take precedence, also over ways to say the same."""
-    alike = [group for group, why in NOT_BOTH.items() if not why]
-    replaced = {name for group in alike if not above.keys().isdisjoint(group) for name in group}
-    return {name: value for name, value in below.items() if name not in replaced} | dict(above)
+    """Merge settings, where those ``above`` take precedence, also over ways to say the same.
+
+    Example:
+        >>> over({"epsilon": 3}, {"sigma": 0.8, "lr": 0.1})
+        {'lr': 0.1, 'epsilon': 3}
+
+    Args:
+        above: values by name.
+        below: values by name, without those that ``above`` says in another way: see
+            :data:`.NOT_BOTH`.
+    """
+    replaced = set[str]()
+    for group, why in NOT_BOTH.items():
+        ways_to_say_the_same = not why
+        if ways_to_say_the_same and not above.keys().isdisjoint(group):
+            replaced.update(group)
+    remaining = {name: value for name, value in below.items() if name not in replaced}
+    return remaining | dict(above)
 
 
 def values_of(settings: Settings | Values | None) -> Values:
-    """Return the values that a program set, by name. Raises InputError for another object."""
+    """Return the values that a program set, by name.
+
+    Args:
+        settings: settings, values by name, or None.
+
+    Raises:
+        InputError: it is another object.
+    """
     if isinstance(settings, Settings):
         return settings.explicit
     if settings is None or isinstance(settings, Mapping):

@@ -28,14 +28,24 @@ class TextReader:
     tokenizer: Any = field(compare=False, repr=False)
 
     def ranges(self, limit: int) -> tuple[list[float], list[float]]:
-        """Return the lowest and highest values of the inputs of a text of ``limit`` tokens."""
-        return [0.0] * limit + [-1.0] * WRITTEN, [float(self.size)] * limit + [1.0] * WRITTEN
+        """Return the lowest and highest values of the inputs of a text of ``limit`` tokens.
+
+        They are numbers of tokens, and then the :data:`.WRITTEN` numbers on how it is written.
+        """
+        lowest = [0.0] * limit + [-1.0] * WRITTEN
+        highest = [float(self.size)] * limit + [1.0] * WRITTEN
+        return lowest, highest
 
     def tokens(self, texts: Iterable[str], limit: int) -> list[list[int]]:
         """Return ``limit`` numbers for each text: those of its tokens plus 1, then 0 for padding.
 
         A text is truncated to ``limit`` tokens, including special ones that begin or end it. Names
-        of special tokens in a text, such as [SEP], are text.
+        of special tokens in a text, such as [SEP], are text. Texts are read one by one, so none
+        changes the numbers of another.
+
+        Args:
+            texts: any texts, also with halves of surrogates, which are left out.
+            limit: number of tokens of each row, at least :data:`MIN_TOKENS`.
         """
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(limit)

@@ -1,4 +1,8 @@
-"""Datasets stored as arrays in an .npz file: images, rows of numbers, or texts."""
+"""Datasets stored as arrays in an .npz file: images, rows of numbers, or texts.
+
+Pickled objects are never loaded, because they may run code. An array is allocated only after its
+declared size was compared with the bytes of the file.
+"""
 
 import math
 import os
@@ -30,19 +34,39 @@ ARRAYS = (
     "array files", lambda declared: declared.path.suffix == ".npz" and declared.path.is_file()
 )
 def read_array_file(declared: Declaration) -> Reading:
-    """Return the arrays of an .npz. Raises InputError with every fault found."""
+    """Return the arrays of an .npz.
+
+    Args:
+        declared: the dataset. New records, and those of a language model, need no ``y``.
+
+    Raises:
+        InputError: the file cannot be read, or an array is missing.
+    """
     has_targets = declared.labels and is_labelled(declared.settings.task)
     needed = ("x", "y") if has_targets else ("x",)
     return Reading(read_npz(declared.path, needed))
 
 
-def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
-    """Return the arrays of a file by name. Pickled objects are never loaded."""
+def read_npz(
+    path: Path,
+    needed: Sequence[str] = ("x", "y"),
+) -> ArrayDict:
+    """Return the arrays of a file by name. Pickled objects are never loaded.
+
+    Args:
+        path: a file of ``numpy.savez``.
+        needed: arrays that must be there. Arrays of other names than :data:`ARRAYS` are ignored.
+
+    Raises:
+        InputError: the file cannot be read, or an array is missing.
+    """
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = {of.filename.removesuffix(".npy"): of for of in archive.infolist()}
-            there = sorted(entries)
+            entries = {}
+            for entry in archive.infolist():
+                entries[entry.filename.removesuffix(".npy")] = entry
+            names = sorted(entries)
             for name in entries.keys() & set(ARRAYS):
                 arrays[name] = _read_array(archive, entries[name])
     except Exception as failure:  # numpy and zipfile raise whatever a damaged file leads to
@@ -54,13 +78,24 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     if not arrays.keys() >= set(needed):
         raise InputError(
             f"{path} must contain the arrays x (images or rows of numbers)"
-            f"{' and y (labels)' * ('y' in needed)}. It contains {', '.join(there) or 'none'}."
+            f"{' and y (labels)' * ('y' in needed)}. It contains {', '.join(names) or 'none'}."
         )
     return arrays
 
 
-def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
-    """Return an array of a file. Raises ValueError if its header declares more than its bytes."""
+def _read_array(
+    archive: zipfile.ZipFile,
+    entry: zipfile.ZipInfo,
+) -> NDArray[Any]:
+    """Return an array of a file.
+
+    Args:
+        archive: the open .npz.
+        entry: the array in it.
+
+    Raises:
+        ValueError: its header declares more than its bytes can hold, or than fits into memory.
+    """
     compressed = min(entry.compress_size, os.path.getsize(archive.filename or ""))
     ratio = 1 if entry.compress_type == zipfile.ZIP_STORED else MOST_COMPRESSION
     most = min(entry.file_size, ratio * compressed)
@@ -70,7 +105,9 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any
         shape, _, dtype = read_header(file)
     # An axis without entries, or of entries without bytes, has no data to compare its length with.
     cells = math.prod(max(1, size) for size in shape)
-    if min((*shape, 0)) < 0 or cells * max(1, dtype.itemsize) > max(most, MOST_EMPTY):
+    is_negative = min((*shape, 0)) < 0
+    declared_bytes = cells * max(1, dtype.itemsize)
+    if is_negative or declared_bytes > max(most, MOST_EMPTY):
         raise ValueError(
             f"{entry.filename} declares an array of shape {shape} and type {dtype.str}, but has "
             f"{most:,} bytes"

@@ -30,8 +30,14 @@ WHOLE = ".rows"
 class RowFile:
     """A file of rows, mapped into memory.
 
+    Args:
+        path: a complete file, as :func:`kept_file` writes it.
+
     Attributes:
-        shape: shape of a row. dtype: type of its values. values: all rows, shape (rows, ...).
+        path: the file.
+        shape: shape of a row.
+        dtype: type of its values.
+        values: all rows, shape (rows, ...).
         faults: why rows could not be computed, by their numbers.
 
     Raises:
@@ -40,11 +46,14 @@ class RowFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.values = path, npy.open_memmap(path, "r")
-        self.shape, self.dtype = self.values.shape[1:], self.values.dtype
+        self.path = path
+        self.values = npy.open_memmap(path, "r")
+        self.shape = self.values.shape[1:]
+        self.dtype = self.values.dtype
         with path.open("rb") as file:
             file.seek(self.values.offset + self.values.nbytes)
-            self.faults = {int(row): fault for row, fault in json.loads(file.read()).items()}
+            faults = json.loads(file.read())
+        self.faults = {int(row): fault for row, fault in faults.items()}
 
     def __len__(self) -> int:
         return len(self.values)
@@ -55,7 +64,12 @@ class RowFile:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a file, in any order, which stand for an array of them."""
+    """Some rows of a file, in any order, which stand for an array of them.
+
+    Attributes:
+        file: the file, of which nothing is read yet.
+        rows: numbers of the rows, shape (rows,).
+    """
 
     file: RowFile
     rows: NDArray[np.int64]
@@ -72,12 +86,17 @@ class Rows:
         return Rows(self.file, self.rows[places])
 
     def read(self, places: NDArray[np.int64] | slice = slice(None)) -> NDArray[Any]:
-        """Return a copy of some of the rows, or of all."""
+        """Return a copy of some of the rows, or of all.
+
+        Args:
+            places: which rows, by their place among these; all by default.
+        """
         return np.ascontiguousarray(self.file.values[self.rows[places]])
 
     def sha256(self) -> str:
         """Return the SHA-256 of what determines the file's contents and the numbers of the rows."""
-        return hashlib.sha256(self.file.path.stem.encode() + self.rows.tobytes()).hexdigest()
+        contents = self.file.path.stem.encode()
+        return hashlib.sha256(contents + self.rows.tobytes()).hexdigest()
 
 
 #: Some rows after the others, and why some of them could not be computed, by number in the file.
@@ -85,7 +104,10 @@ Computed: TypeAlias = Iterator[tuple[NDArray[Any], Mapping[int, str]]]
 
 
 def complete(path: Path) -> RowFile | None:
-    """Return a complete file of this user, and mark it as used; None if there is none."""
+    """Return a complete file of this user, and mark it as used; None if there is none.
+
+    A file that is damaged or truncated counts as none.
+    """
     try:
         _check_owner(path.parent)
         file = RowFile(path)
@@ -113,16 +135,22 @@ def kept_file(
 ) -> RowFile:
     """Return a complete file, which is computed if there is none.
 
-    Raises InputError if the file cannot be stored or the folder is another user's.
-
     Args:
-        path: path of the complete file. rows, shape, dtype: layout of its contents.
+        path: path of the complete file.
+        rows: number of rows.
+        shape: shape of a row.
+        dtype: type of the values.
         compute: yields all rows in order.
         what: name of the rows in messages.
+
+    Raises:
+        InputError: the file cannot be stored, or the folder is another user's.
     """
-    if (file := complete(path)) is not None:
+    file = complete(path)
+    if file is not None:
         return file
-    folder, size = path.parent, rows * math.prod(shape) * dtype.itemsize
+    folder = path.parent
+    size = rows * math.prod(shape) * dtype.itemsize
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         _check_owner(folder)
@@ -138,26 +166,47 @@ def kept_file(
         ) from failure
 
 
-def _write(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], computed: Computed) -> None:
-    """Write a file that only its owner can read. Raises OSError."""
+def _write(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    computed: Computed,
+) -> None:
+    """Write a file that only its owner can read.
+
+    Args:
+        path: path of the file, which appears when it is complete.
+        shape: shape of all rows.
+        dtype: type of their values.
+        computed: all rows in order, with faults.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     faults = dict[int, str]()
     header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     with replacing(path, PRIVATE_MODE) as file:
         npy.write_array_header_1_0(file, header)
-        for values, found in computed:
+        for values, faults_of_rows in computed:
             file.write(np.ascontiguousarray(values, dtype).data)
-            faults |= found
+            faults |= faults_of_rows
         file.write(json.dumps(faults).encode())
 
 
 def kept_files(folder: Path) -> list[Path]:
     """Return the files of a cache, most recently used first, with those being written."""
     files = [file for file in folder.glob("*") if file.suffix in (WHOLE, PART)]
-    return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    return files
 
 
 def make_room(folder: Path, size: float) -> list[Path]:
-    """Remove the least recently used files, down to ``size`` bytes; return them."""
+    """Remove the least recently used files of a cache, and return them.
+
+    Args:
+        folder: the cache.
+        size: number of bytes that its files may have together.
+    """
     removed, total = [], 0
     for file in kept_files(folder):
         total += file.stat().st_size

@@ -1,6 +1,9 @@
 """Files of records in folders named after their classes, with or without train/ and test/ above.
 
-New records, without labels, are in folders of any names.
+New records, without labels, are in folders of any names. Hidden files are passed over, links are
+followed, and a folder that was visited under another name counts once: its records would count
+twice, or belong to two units. A file beside the folders of classes that is no record is ignored;
+one of another kind within them is a fault, or with ``skip_bad`` left out.
 """
 
 import os
@@ -36,22 +39,33 @@ UNIT_OF = (
 
 
 class FoundFile(NamedTuple):
-    """A file as it was found. Other contents or another file have other facts."""
+    """A file as it was found. Other contents or another file have other facts.
+
+    Attributes:
+        path: its path.
+        label: number of its class; :data:`NO_CLASS` if it is in none.
+        size: its size in bytes.
+        changed: time of the last change to contents or name in nanoseconds; writing changes
+            ``st_ctime``.
+        inode: tells files of other folders that take the place of this one.
+    """
 
     path: str
     label: int
-    size: int  # bytes
-    changed: int  # nanoseconds, of the last change to contents or name: writing changes st_ctime
-    inode: int  # tells files of other folders that take the place of this one
+    size: int
+    changed: int
+    inode: int
 
 
 class ClassFolders:
     """Files of records in folders named after their classes, at any depth; new ones in any folder.
 
+    Folders ``train`` and ``test`` above those of classes make the split. No file is opened.
+
     Args:
         declared: the dataset.
-        suffixes: of the names of files of records.
-        what: a record, and several, in words.
+        suffixes: of the names of files of records, in lower case.
+        words: a record, and several, in words.
 
     Attributes:
         classes: their names, in the order of the labels; () for new records, whose label is 0.
@@ -59,45 +73,69 @@ class ClassFolders:
         names: their paths below the dataset's folder.
         skipped: why files are left out.
         faults: why the dataset cannot be used.
+
+    Raises:
+        InputError: there are no folders of classes, or no path has a unit.
     """
 
     def __init__(
-        self, declared: Declaration, suffixes: tuple[str, ...], what: tuple[str, str]
+        self,
+        declared: Declaration,
+        suffixes: tuple[str, ...],
+        words: tuple[str, str],
     ) -> None:
-        self._declared, self._suffixes, self._what = declared, suffixes, what
+        self._declared = declared
+        self._suffixes = suffixes
+        self._record, self._records = words
         self.faults, self.skipped = list[str](), list[str]()
         self._seen: dict[str, str] = {}  # names of folders, by where links lead
-        self._parts, self.classes = [declared.path], declared.classes or ()
+        self._parts = [declared.path]
+        self.classes = declared.classes or ()
         if declared.labels:
             self._parts = splits_of(declared)
             self.classes = self.classes or tuple(self._class_names())
             check_classes(self.classes, declared)
-        listed = [self._listed(part) for part in self._parts]
-        self.files = [file for some in listed for file in some]
-        self._part_of = np.repeat(range(len(listed)), [len(some) for some in listed])
+        self.files = list[FoundFile]()
+        sizes = []
+        for part in self._parts:
+            files = self._listed(part)
+            self.files += files
+            sizes.append(len(files))
+        self._part_of = np.repeat(range(len(sizes)), sizes)
         self.names = [file.path.removeprefix(f"{declared.path}{os.sep}") for file in self.files]
-        unit = declared.settings.unit
-        self._units = units_of_files(self.names, unit, len(listed)) if unit else []
+        self._units = list[str]()
+        if declared.settings.unit:
+            self._units = units_of_files(self.names, declared.settings.unit, len(sizes))
         self._no_unit = [row for row, unit in enumerate(self._units) if not unit]
-        self.skipped += [f"{self.names[n]} has no unit ({{unit=}}{unit})" for n in self._no_unit]
+        self._skip_files_without_unit()
+
+    def _skip_files_without_unit(self) -> None:
+        """Leave out files without a unit. Raises InputError if that is every file."""
+        unit = self._declared.settings.unit
         if self.names and len(self._no_unit) == len(self.names):
             raise InputError(
                 f"{{unit=}}{unit} finds no unit in any path, such as {self.names[0]}. {UNIT_OF}"
             )
+        for row in self._no_unit:
+            self.skipped.append(f"{self.names[row]} has no unit ({{unit=}}{unit})")
         self._refuse(self.skipped)
 
     def _refuse(self, bad: Iterable[str]) -> None:
-        """Add faults for files that are left out with --skip-bad."""
+        """Add faults for files, unless they are left out with ``skip_bad``.
+
+        Args:
+            bad: why each file cannot be used.
+        """
         if not self._declared.settings.skip_bad:
             self.faults += complaints([*bad], UNLESS_SKIPPED)
 
     def _class_names(self) -> list[str]:
-        """Return the names of the folders of training records."""
+        """Return the names of the folders of training records. Raises InputError for none."""
         part = self._parts[0]
         names = [name for name in visible(os.listdir(part)) if (part / name).is_dir()]
         if not names:
             raise InputError(
-                f"{part} must contain one folder of {self._what[1]} per class. It has no folder."
+                f"{part} must contain one folder of {self._records} per class. It has no folder."
             )
         return names
 
@@ -105,8 +143,13 @@ class ClassFolders:
         return name.lower().endswith(self._suffixes)
 
     def _listed(self, part: Path) -> list[FoundFile]:
-        """Return the files of a part in order, and record why others are skipped."""
-        labels, found = {name: label for label, name in enumerate(self.classes)}, []
+        """Return the files of a part in the order of their classes, and record skipped ones.
+
+        Args:
+            part: folder of training or of test records.
+        """
+        labels = {name: label for label, name in enumerate(self.classes)}
+        files = []
         for path in tree(part, self.skipped, self._seen):
             name, folder, _ = path.removeprefix(f"{part}{os.sep}").partition(os.sep)
             if self.classes and not folder and not self._is_record(name):
@@ -116,78 +159,123 @@ class ClassFolders:
             if isinstance(file, str):
                 self.skipped.append(f"{path} {file}")
             else:
-                found.append(file)
-        return sorted(found, key=lambda file: file.label)
+                files.append(file)
+        return sorted(files, key=lambda file: file.label)
 
     def _file(self, path: str, label: int) -> FoundFile | str:
-        """Describe a file without opening it, or return why it cannot be a record."""
+        """Describe a file without opening it, or return why it cannot be a record.
+
+        Args:
+            path: its path.
+            label: number of its class, or :data:`NO_CLASS`.
+        """
         if label == NO_CLASS:
             return f"belongs to no class ({', '.join(self.classes)})"
         try:
-            found = file_at(path, label)
+            file = file_at(path, label)
         except OSError as failure:  # such as a broken link, or one to itself
-            return f"cannot be read as {self._what[0]} ({failure.strerror})"
+            return f"cannot be read as {self._record} ({failure.strerror})"
         if not self._is_record(path):
-            text = bool(self.classes) and path.lower().endswith(".txt")
-            return f"is not {self._what[0]}" + " (texts need {backbone=}minilm)" * text
-        return found if os.path.isfile(path) else "is not a regular file"
+            is_text = bool(self.classes) and path.lower().endswith(".txt")
+            advice = " (texts need {backbone=}minilm)" if is_text else ""
+            return f"is not {self._record}{advice}"
+        return file if os.path.isfile(path) else "is not a regular file"
 
     def arrays(
-        self, x: Callable[[NDArray[np.int64]], Any], bad: Mapping[int, str]
+        self,
+        x: Callable[[NDArray[np.int64]], Any],
+        bad: Mapping[int, str],
     ) -> dict[str, Any]:
-        """Return arrays like those of an .npz. Raises InputError with every fault found.
+        """Return arrays like those of an .npz, with the path of each record as its ``key``.
 
         Args:
             x: returns the records of some files, by their numbers.
             bad: why files cannot be used, by their numbers.
+
+        Raises:
+            InputError: with every fault found.
         """
-        found = dict[str, Any]()
-        used = ~np.isin(range(len(self.files)), [*bad, *self._no_unit])
+        arrays = dict[str, Any]()
+        unused = [*bad, *self._no_unit]
+        is_used = ~np.isin(range(len(self.files)), unused)
         self.skipped += bad.values()
         self._refuse(bad.values())
+        of_files = np.array([file.label for file in self.files], np.int64)
+        names = np.array(self.names, object)
+        units = np.array(self._units, np.str_)
         for place, part in enumerate(self._parts):
-            rows, side = np.flatnonzero(used & (self._part_of == place)), "_test" * place
-            labels = np.array([self.files[row].label for row in rows], np.int64)
-            found |= {f"x{side}": x(rows), f"y{side}": labels}
-            found[f"key{side}"] = np.array([self.names[row] for row in rows], object)
+            side = "_test" if place else ""
+            rows = np.flatnonzero(is_used & (self._part_of == place))
+            labels = of_files[rows]
+            arrays[f"x{side}"] = x(rows)
+            arrays[f"y{side}"] = labels
+            arrays[f"key{side}"] = names[rows]
             if self._units:
-                found[f"unit{side}"] = np.array([self._units[row] for row in rows], np.str_)
-            if part.name not in TESTS and self._declared.classes is None:
-                held = set(labels.tolist())
-                empty = [name for label, name in enumerate(self.classes) if label not in held]
-                self.faults += complaints(
-                    [f"The class {name} in {part} has no {self._what[1]}" for name in empty],
-                    " Add some, remove its folder, or declare the classes with {classes}.",
-                )
-            if not len(rows):
-                why = (
-                    some_of(self.skipped) if self._declared.settings.skip_bad else []
-                )  # else they are faults
-                self.faults.append("; ".join([f"{part} has no {self._what[1]} to use", *why]) + ".")
+                arrays[f"unit{side}"] = units[rows]
+            self._check_part(part, labels)
         raise_errors(self.faults)
-        return found
+        return arrays
+
+    def _check_part(
+        self,
+        part: Path,
+        labels: NDArray[np.int64],
+    ) -> None:
+        """Add faults for classes without a record, and for a part without any.
+
+        Args:
+            part: folder of training or of test records.
+            labels: labels of its records that are used.
+        """
+        if part.name not in TESTS and self._declared.classes is None:
+            with_records = set(labels.tolist())
+            faults = []
+            for label, name in enumerate(self.classes):
+                if label not in with_records:
+                    faults.append(f"The class {name} in {part} has no {self._records}")
+            self.faults += complaints(
+                faults, " Add some, remove its folder, or declare the classes with {classes}."
+            )
+        if not len(labels):
+            # Without skip_bad, reasons why files are left out are faults of their own.
+            reasons = some_of(self.skipped) if self._declared.settings.skip_bad else []
+            fault = "; ".join([f"{part} has no {self._records} to use", *reasons])
+            self.faults.append(f"{fault}.")
 
 
 def splits_of(declared: Declaration) -> list[Path]:
-    """Return the folders of training and test records, or only the dataset's folder."""
+    """Return the folders of training and test records, or only the dataset's folder.
+
+    Args:
+        declared: the dataset. Names of its classes are no names of a split.
+
+    Raises:
+        InputError: there are several test sets, or one folder without its counterpart.
+    """
     root, classes = declared.path, declared.classes
     names = [name for name in (TRAIN, *TESTS) if name not in (classes or ())]
     parts = [root / name for name in names if (root / name).is_dir()]
     if len(parts) > 2:
-        some = ", ".join(part.name for part in parts)
-        raise InputError(f"{root} contains {some}. Keep one test set, and move the others away.")
+        several = ", ".join(part.name for part in parts)
+        raise InputError(f"{root} contains {several}. Keep one test set, and move the others away.")
     if len(parts) == 1 and classes is None:
         raise InputError(
             f"{root} contains a folder {parts[0].name} without its counterpart. Provide both "
             f"{TRAIN} and test, or one folder per class, of which {{test_fraction}} is held out. "
             f"If {parts[0].name} is the name of a class, rename it."
         )
-    # Otherwise these folders are of declared classes.
-    return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
+    if len(parts) == 2 and parts[0].name == TRAIN:
+        return parts
+    return [root]  # these folders are of declared classes
 
 
 def file_at(path: str, label: int = NO_CLASS) -> FoundFile:
-    """Describe a file without opening it. Raises OSError."""
+    """Describe a file without opening it. Raises OSError.
+
+    Args:
+        path: its path; a link stands for the file that it leads to.
+        label: number of its class.
+    """
     facts = os.stat(path)
     return FoundFile(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
@@ -202,13 +290,19 @@ def visible(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not is_hidden(name))
 
 
-def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]:
+def tree(
+    folder: Path,
+    faults: list[str],
+    seen: dict[str, str],
+) -> Iterator[str]:
     """Yield the visible files in a folder and below it, in order. Links are followed.
 
     Adds a fault for a folder that cannot be read, and for one that was visited under another name:
     its records would count twice, or belong to two units.
 
     Args:
+        folder: where to begin.
+        faults: faults so far; new ones are added.
         seen: names of folders that were visited, by where links lead; new ones are added.
     """
 
@@ -222,10 +316,15 @@ def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]
             folders.clear()
             continue
         folders[:] = visible(folders)
-        yield from (os.path.join(where, name) for name in visible(files))
+        for name in visible(files):
+            yield os.path.join(where, name)
 
 
-def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
+def units_of_files(
+    names: Sequence[str],
+    unit: str,
+    depth: int,
+) -> list[str]:
     """Return the unit of each file, as ``--unit`` defines it; "" if it has none.
 
     It is the text that a pattern, or its first group, matches. A folder of one name in several
@@ -235,6 +334,13 @@ def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
         names: paths below the dataset's folder, with ``/`` between folders.
         unit: a pattern, or :data:`FOLDER` for the folder below the class, at any depth.
         depth: number of folders of the class and of the split in each path.
+
+    Raises:
+        InputError: the pattern is no regular expression.
+
+    Example:
+        >>> units_of_files(["cat/7/1.png", "dog/7/2.png", "dog/3.png"], "folder", 1)
+        ['7', '7', '']
     """
     try:
         pattern = re.compile(rf"^(?:[^/]+/){{{depth}}}([^/]+)/" if unit == FOLDER else unit)
@@ -242,7 +348,11 @@ def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
         raise InputError(
             f"{{unit=}}{unit} is not a valid regular expression ({failure}). {UNIT_OF}"
         ) from failure
-    matches = map(pattern.search, names)
-    found = [(match and match[min(pattern.groups, 1)]) or "" for match in matches]
-    found = [unicodedata.normalize("NFC", name) for name in found]
-    return [name if unit_name(name) else "" for name in found]
+    group = min(pattern.groups, 1)
+    units = []
+    for path in names:
+        match = pattern.search(path)
+        name = (match[group] if match else None) or ""
+        name = unicodedata.normalize("NFC", name)
+        units.append(name if unit_name(name) else "")
+    return units

@@ -34,7 +34,14 @@ UTF8 = "utf-8"
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether a name is one of an encoding whose lines can be decoded one by one."""
+    """Return whether a name is one of an encoding whose lines can be decoded one by one.
+
+    In such an encoding, every byte of ASCII stands for its letter wherever it is.
+
+    Example:
+        >>> is_encoding("cp1252"), is_encoding("iso2022_jp"), is_encoding("utf-16")
+        (True, False, False)
+    """
     ascii_signs = bytes(range(128))
     try:
         same = ascii_signs.decode(name, errors="replace") == ascii_signs.decode()
@@ -55,6 +62,14 @@ def as_cell(value: Any) -> Any:
     """Return a value that a program declares, such as 999, as the text of its cells.
 
     Text loses the blanks around it, as cells do.
+
+    Args:
+        value: a text, a number or a truth value. Anything else is returned as it is, for the
+            message of pydantic.
+
+    Example:
+        >>> as_cell(999), as_cell(True), as_cell(" no ")
+        ('999', 'true', 'no')
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -64,6 +79,7 @@ def as_cell(value: Any) -> Any:
 
 
 def _list_of_cells(values: Any) -> Any:
+    """Return declared values as the texts of cells. Raises ValueError for one text."""
     if isinstance(values, str):
         raise ValueError(f"needs a list, such as [{values}]")
     return tuple(map(as_cell, values)) if isinstance(values, list | tuple) else values
@@ -97,25 +113,42 @@ NEEDS_KIND = (
     "date), and then its range is found within epsilon"
 )
 #: Words for false and true, in lower case, in a column of which nothing else is declared.
-FALSE, TRUE = ("0", "no", "n", "false", "f", "off"), ("1", "yes", "y", "true", "t", "on")
+FALSE = ("0", "no", "n", "false", "f", "off")
+TRUE = ("1", "yes", "y", "true", "t", "on")
 #: Type of columns that each key is for; keys that are not listed are for all.
 USED_BY = {"decimal": "number", "thousands": "number", "format": "date", "transform": "number"}
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
-#: Other forms of ISO 8601 look like numbers.
-Day = Annotated[date, BeforeValidator(lambda day: day if ISO_DATE.fullmatch(str(day)) else None)]
-TWO_DAYS, TWO_NUMBERS = TypeAdapter(tuple[Day, Day]), TypeAdapter(tuple[FiniteFloat, FiniteFloat])
+def _iso_date(day: Any) -> Any:
+    """Return a day as it is declared; None in other forms of ISO 8601, which look like numbers."""
+    return day if ISO_DATE.fullmatch(str(day)) else None
+
+
+Day = Annotated[date, BeforeValidator(_iso_date)]
+TWO_DAYS = TypeAdapter(tuple[Day, Day])
+TWO_NUMBERS = TypeAdapter(tuple[FiniteFloat, FiniteFloat])
 
 
 def _ends(ends: Any, info: ValidationInfo) -> Any:
-    """Return the ends of a range as numbers or, for a column of dates, as dates."""
+    """Return the ends of a range as numbers or, for a column of dates, as dates.
+
+    Args:
+        ends: what is declared; None for no range.
+        info: the fields that were validated before, with the type of the column.
+
+    Raises:
+        ValueError: it is no pair of numbers, or of dates.
+    """
     kind: TypeAdapter[Any] = TWO_NUMBERS
     example = "numbers, such as [0, 100] (dates need type: date)"
     if info.data.get("type") == "date":
-        kind, example = TWO_DAYS, "dates, such as [2015-01-01, 2024-12-31]"
+        kind = TWO_DAYS
+        example = "dates, such as [2015-01-01, 2024-12-31]"
+    if not ends:
+        return ends
     try:
-        return ends and kind.validate_python(ends)
+        return kind.validate_python(ends)
     except ValidationError:
         raise ValueError(f"needs two {example}, not {ends}") from None
 
@@ -181,19 +214,21 @@ class Column(Written):
 
     @model_validator(mode="before")
     @classmethod
-    def _infer_type(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        declared = [kind for kind in ("number", "category", "text") if given.get(VALUES[kind])]
-        if given.get("type") is None:
-            given = {key: value for key, value in given.items() if key != "type"}
-            return {**given, "type": declared[0]} if declared else given
-        if not declared and given.get("missing") is None:
-            return {**given, "missing": "input"}
-        return given
+    def _infer_type(cls, contents: Any) -> Any:
+        """Add the type that follows from range, categories or text; ``missing`` without them."""
+        if not isinstance(contents, dict):
+            return contents
+        declared = [kind for kind in ("number", "category", "text") if contents.get(VALUES[kind])]
+        if contents.get("type") is None:
+            others = {key: value for key, value in contents.items() if key != "type"}
+            return {**others, "type": declared[0]} if declared else others
+        if not declared and contents.get("missing") is None:
+            return {**contents, "missing": "input"}
+        return contents
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Raise ValueError for keys that contradict each other or the type."""
         declared = [key for key in dict.fromkeys(VALUES.values()) if getattr(self, key)]
         if not declared and "type" not in self.model_fields_set:
             raise ValueError(NEEDS_KIND)
@@ -208,10 +243,10 @@ class Column(Written):
             raise ValueError(f"missing: refuse needs {wanted}: declare it, or leave missing out")
         _check_keys(self)
         if self.range is not None and self.ends[0] >= self.ends[1]:
-            which = ("date", "earlier") if self.type == "date" else ("number", "smaller")
-            raise ValueError("the first {} of a range must be {} than the second".format(*which))
-        names = {name.lower() for name in self.categories}
-        if self.type == "boolean" and self.categories and len(names) != 2:
+            end, order = ("date", "earlier") if self.type == "date" else ("number", "smaller")
+            raise ValueError(f"the first {end} of a range must be {order} than the second")
+        different = {category.lower() for category in self.categories}
+        if self.type == "boolean" and self.categories and len(different) != 2:
             raise ValueError(
                 "type: boolean needs two categories, false and true, such as categories: [no, yes]"
             )
@@ -234,10 +269,21 @@ class Column(Written):
         """Return whether it is a number or a date in a declared range."""
         return self.range is not None
 
-    def told(self, low: float, high: float) -> tuple[float, float]:
+    def as_declared(
+        self,
+        low: float,
+        high: float,
+    ) -> tuple[float, float]:
         """Return numbers from low to high as a schema declares them; dates in days.
 
         In a declared range, the number of a date is that of the years until its last day.
+
+        Args:
+            low: lowest input.
+            high: highest input.
+
+        Returns:
+            ends of a range, with dates in days since 1970-01-01.
         """
         if self.type == "date" and self.ranged:
             last = self.ends[1]
@@ -284,8 +330,9 @@ class Column(Written):
             kind = "hashed" if self.open else "one-hot"
         elif self.type == "boolean":
             kind = "boolean"
-        flags: tuple[tuple[InputKind, int], ...] = (("flag", 1),) if self.flagged else ()
-        return ((kind, self.inputs - self.flagged), *flags)
+        if not self.flagged:
+            return ((kind, self.inputs),)
+        return (kind, self.inputs - 1), ("flag", 1)
 
 
 def days_of(end: float | date) -> float:
@@ -333,15 +380,17 @@ class Label(Written):
 
     @model_validator(mode="before")
     @classmethod
-    def _infer_type(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("type") is not None:
-            return given
-        return {**given, "type": "number" if given.get("range") else "category"}
+    def _infer_type(cls, contents: Any) -> Any:
+        """Add the type that follows from range and classes."""
+        if not isinstance(contents, dict) or contents.get("type") is not None:
+            return contents
+        return {**contents, "type": "number" if contents.get("range") else "category"}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        number = self.type == "number"
-        if (number or self.range is not None) == bool(self.classes):
+        """Raise ValueError for keys that contradict each other or the type."""
+        is_number = self.type == "number" or self.range is not None
+        if is_number == bool(self.classes):
             raise ValueError(
                 "needs either the names of its classes, such as classes: [no, yes], or for numbers "
                 "to predict their public range, such as range: [0, 100], or type: number to find "
@@ -352,8 +401,9 @@ class Label(Written):
             raise ValueError("transform needs the public range of the numbers, such as [0, 100]")
         if len(self.classes) == 1:
             raise ValueError("classes: needs at least two names")
-        for fault in () if self.range is None else faults_of_range(*self.range, self.transform):
-            raise ValueError(fault)
+        if self.range is not None:
+            for fault in faults_of_range(*self.range, self.transform):
+                raise ValueError(fault)
         return self
 
     @property
@@ -377,16 +427,32 @@ class Label(Written):
         return self.range or (-FARTHEST, FARTHEST)
 
 
-def _check_keys(of: Column | Label) -> None:
+def _check_keys(column: Column | Label) -> None:
     """Raise ValueError for a key that is for columns of another type."""
     for key, kind in USED_BY.items():
-        if getattr(of, key, None) not in (None, "none") and of.type != kind:
+        is_declared = getattr(column, key, None) not in (None, "none")
+        if is_declared and column.type != kind:
             raise ValueError(f"{key} is for columns of type {kind}")
 
 
-def faults_of_range(low: float, high: float, transform: str) -> Iterator[str]:
-    """Yield faults of the declared range of numbers to predict."""
-    if not -FARTHEST <= low < high <= FARTHEST or high - low < NARROWEST * max(-low, high):
+def faults_of_range(
+    low: float,
+    high: float,
+    transform: str,
+) -> Iterator[str]:
+    """Yield faults of the declared range of numbers to predict.
+
+    Args:
+        low: lowest number.
+        high: highest number. Ranges that are narrow relative to their ends lose digits in float32.
+        transform: "none", or "log1p" for numbers above -1.
+
+    Example:
+        >>> list(faults_of_range(0, 100, "log1p"))
+        []
+    """
+    is_order_right = -FARTHEST <= low < high <= FARTHEST
+    if not is_order_right or high - low < NARROWEST * max(-low, high):
         order = ". Swap them" if low > high else ""
         yield (
             f"the range of the target is {low:g} to {high:g}, but the first number must be smaller "

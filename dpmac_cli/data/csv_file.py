@@ -11,7 +11,7 @@ import codecs
 import csv
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -50,9 +50,16 @@ class CsvFile:
     declared: str | None = None
 
     def header(self) -> list[str]:
-        """Return the names of the columns. Raises OSError, ValueError and csv.Error."""
+        """Return the names of the columns, from the first line alone.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: its first line is no text.
+            csv.Error: its first line is no line of a CSV.
+        """
         with self._begin() as file:
-            names = next(csv.reader(file, delimiter=self.delimiter()), [])
+            lines = csv.reader(file, delimiter=self.delimiter())
+            names = next(lines, [])
         if any("\0" in name for name in names):
             raise ValueError(
                 "line 1 has zero bytes, so it is no text, or UTF-16 without a byte order mark: "
@@ -66,71 +73,127 @@ class CsvFile:
             mark = file.read(len(codecs.BOM_UTF16))
         if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             return UTF16
-        return "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
+        if codecs.lookup(self.encoding).name == UTF8:
+            return "utf-8-sig"
+        return self.encoding
 
     @property
     def named(self) -> str:
         """Return the name of the encoding for a message."""
-        return (UTF16 if self.codec() == UTF16 else self.encoding).upper()
+        encoding = UTF16 if self.codec() == UTF16 else self.encoding
+        return encoding.upper()
 
     def delimiter(self) -> str:
-        """Return the character that separates columns."""
+        """Return the character that separates columns: the declared one, or from the header."""
         if self.declared is not None:
             return self.declared
         with self._begin() as file:
             return max(DELIMITERS, key=file.readline().count)
 
-    def cells(self, names: tuple[str, ...], skip_bad: bool) -> tuple[pa.Table, dict[int, str]]:
+    def cells(
+        self,
+        names: tuple[str, ...],
+        skip_bad: bool,
+    ) -> tuple[pa.Table, dict[int, str]]:
         """Return columns as text, and why some records cannot be read; their cells are null.
 
         Cells in quotation marks may contain line breaks, but with ``skip_bad`` each line is a
-        record. Raises InputError: without ``skip_bad`` for all records that cannot be read.
+        record.
+
+        Args:
+            names: columns to read.
+            skip_bad: whether records that cannot be read are left out.
+
+        Returns:
+            the columns, with a row for each record, and faults by the numbers of records.
+
+        Raises:
+            InputError: the first line is no text; without ``skip_bad`` for all records that cannot
+                be read.
         """
-        lines = self._lines()
-        # A record ends with a line that ends outside of a cell; with skip_bad, with each line.
-        odd = [not skip_bad and line is not None and line.count('"') % 2 for line in lines]
-        ends = 1 + np.flatnonzero(np.cumsum(odd) % 2 == 0)
-        begins = list(dict.fromkeys([0, *ends.tolist(), len(lines)]))
-        if len(begins) <= len(lines):
-            lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
-        kept = [place for place, line in enumerate(lines) if line != ""]
-        text = pa.array([lines[place] for place in kept], pa.string())
+        records, lines = self._records(skip_bad)
+        text = pa.array(records, pa.string())
         follows = compute.match_substring_regex(text, self._rule()).fill_null(False)
         if not len(follows) or not follows[0].as_py():
             raise InputError(f"{self.path}: its first line {STRAY}, or is not text.")
         # Cells in quotation marks may contain delimiters.
         bare = compute.replace_substring_regex(text, '"[^"]*"', "")
-        apart = compute.count_substring(bare, self.delimiter())
-        counts, whole = np.asarray(apart.fill_null(0)) + 1, np.asarray(follows)
-        fits = whole & (counts == counts[0])
-        plain = "\n".join([*text.filter(pa.array(fits)).to_pylist(), ""]).encode()
-        table = arrow_csv.read_csv(
-            pa.BufferReader(plain),
-            arrow_csv.ReadOptions(block_size=min(len(plain) + 1, BLOCK)),
-            arrow_csv.ParseOptions(delimiter=self.delimiter(), newlines_in_values=True),
-            arrow_csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()), include_columns=list(names)
-            ),
-        )
-        remedy = "declare another in the schema, as encoding: cp1252"
-        if self.codec() == UTF16:
-            remedy = "save the file as UTF-8"
+        delimiters = compute.count_substring(bare, self.delimiter())
+        counts = np.asarray(delimiters.fill_null(0)) + 1
+        is_row = np.asarray(follows)
+        fits = is_row & (counts == counts[0])
+        table = self._parsed(text.filter(pa.array(fits)), names)
         broken = dict[int, str]()
         for row in np.flatnonzero(~fits).tolist():
-            fault = f"has {counts[row]} values for {counts[0]} columns"
-            if not whole[row]:
-                fault = STRAY
             if not text[row].is_valid:
-                fault = f"is not text in {self.named} ({remedy})"
-            broken[row - 1] = f"Record {row} (line {begins[kept[row]] + 1}) {fault}"
+                fault = f"is not text in {self.named} ({self._remedy()})"
+            elif not is_row[row]:
+                fault = STRAY
+            else:
+                fault = f"has {counts[row]} values for {counts[0]} columns"
+            broken[row - 1] = f"Record {row} (line {lines[row]}) {fault}"
         if not skip_bad:
             refuse(
                 [*broken.values()],
                 f" Correct {self.path}, or add {{skip_bad}} to read each line by itself and leave "
                 "these records out.",
             )
-        places = np.cumsum(fits[1:]) - 1
-        return table.take(pa.array(places, mask=~fits[1:])), broken
+        is_record = fits[1:]
+        places = np.cumsum(is_record) - 1
+        return table.take(pa.array(places, mask=~is_record)), broken
+
+    def _records(self, skip_bad: bool) -> tuple[list[str | None], list[int]]:
+        """Return the header and the records as texts, and the number of the first line of each.
+
+        A record ends with a line that ends outside of a cell; with ``skip_bad``, with each line.
+        Empty ones are left out.
+
+        Args:
+            skip_bad: whether each line is a record.
+
+        Returns:
+            texts, None for one that is not text, and numbers of lines, from 1.
+        """
+        lines = self._lines()
+        numbers = list(range(1, len(lines) + 1))
+        if not skip_bad:
+            is_odd = [line is not None and line.count('"') % 2 for line in lines]
+            is_outside = np.cumsum(is_odd) % 2 == 0
+            ends = 1 + np.flatnonzero(is_outside)
+            begins = sorted({0, *ends.tolist(), len(lines)})
+            if len(begins) <= len(lines):
+                lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
+                numbers = [first + 1 for first in begins[:-1]]
+        is_used = [line != "" for line in lines]
+        return list(compress(lines, is_used)), list(compress(numbers, is_used))
+
+    def _parsed(
+        self,
+        rows: pa.Array,
+        names: tuple[str, ...],
+    ) -> pa.Table:
+        """Return columns of a CSV as text.
+
+        Args:
+            rows: the header and records that follow the rule, as texts.
+            names: columns to read.
+        """
+        lines = [*rows.to_pylist(), ""]
+        content = "\n".join(lines).encode()
+        return arrow_csv.read_csv(
+            pa.BufferReader(content),
+            arrow_csv.ReadOptions(block_size=min(len(content) + 1, BLOCK)),
+            arrow_csv.ParseOptions(delimiter=self.delimiter(), newlines_in_values=True),
+            arrow_csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), include_columns=list(names)
+            ),
+        )
+
+    def _remedy(self) -> str:
+        """Return what to do about lines that are not text."""
+        if self.codec() == UTF16:
+            return "save the file as UTF-8"
+        return "declare another in the schema, as encoding: cp1252"
 
     def _begin(self) -> TextIO:
         return self.path.open(encoding=self.codec(), errors="replace", newline="")
@@ -159,6 +222,7 @@ def _joined(lines: list[str | None]) -> str | None:
 
 
 def _text(line: bytes, encoding: str) -> str | None:
+    """Return a line as text; None if it is not text in its encoding."""
     try:
         return line.decode(encoding)
     except UnicodeDecodeError:

@@ -1,15 +1,18 @@
 """Your own dataset as it is declared, and a dataset as it is read: records in NumPy arrays."""
 
+import secrets
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.config.facts import DataFacts, InMemoryData, PrivateNotes
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.tokens import TextReader
+from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.table_schema import TableSchema
 
 
@@ -29,26 +32,53 @@ class Split(NamedTuple):
     unit: NDArray[Any] | None = None
 
     def at(self, rows: NDArray[Any]) -> "Split":
-        """Return some records, by their numbers or a mask."""
-        return Split(self.x[rows], self.y[rows], None if self.unit is None else self.unit[rows])
+        """Return some records, by their numbers, shape (K,), or a mask, shape (records,)."""
+        unit = None if self.unit is None else self.unit[rows]
+        return Split(self.x[rows], self.y[rows], unit)
 
 
 @dataclass(frozen=True)
 class Crafted:
     """Records that an audit made up, all of them, and whether each is among the training records.
 
-    ``coins`` are secret while training; bool, shape (records,).
+    Attributes:
+        records: K records and their targets, of no unit: as a reader returns them, and in a
+            :class:`Dataset` as a network takes them.
+        coins: which records are trained on, bool, shape (K,). They are secret while training.
     """
 
     records: Split
-    coins: NDArray[Any]
+    coins: NDArray[np.bool_]
+
+    def added_to(self, train: Split) -> Split:
+        """Return training records with the crafted ones that are in, each a unit of its own.
+
+        Args:
+            train: training records, as their reader returns them.
+        """
+        chosen = self.records.at(self.coins)
+        values = train.x.read() if isinstance(train.x, Rows) else train.x
+        x = np.concatenate([values, chosen.x.astype(values.dtype)])
+        targets = chosen.y.astype(train.y.dtype)
+        y = np.concatenate([train.y, targets])
+        unit = train.unit
+        if unit is not None:
+            names = [f"crafted {secrets.token_hex(8)}" for _ in chosen.y]
+            new_units = np.array(names, np.str_)
+            unit = np.concatenate([unit.astype(np.str_), new_units])
+        return Split(x, y, unit)
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Records of a dataset, their public facts, and private notes on them.
 
-    ``test`` is None if no records are tested on, and ``crafted`` without an audit.
+    Attributes:
+        train: records to train on.
+        test: records to test on; None if there are none.
+        facts: what is public.
+        notes: findings about records, for the person who holds them.
+        crafted: records of an audit; None without one.
     """
 
     train: Split
@@ -60,7 +90,9 @@ class Dataset:
     @property
     def splits(self) -> tuple[Split, ...]:
         """Return the training records, and the test records if there are any."""
-        return (self.train,) if self.test is None else (self.train, self.test)
+        if self.test is None:
+            return (self.train,)
+        return self.train, self.test
 
 
 @dataclass(frozen=True)
@@ -99,18 +131,21 @@ class Declaration:
 
     @property
     def channels(self) -> int | None:
-        """Return the number of channels that images are converted to."""
-        return None if self.settings.channels is None else int(self.settings.channels)
+        """Return the number of channels that images are converted to; None to keep theirs."""
+        channels = self.settings.channels
+        return None if channels is None else int(channels)
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
-        """Return class names, in the order of the labels."""
+        """Return class names, in the order of the labels; None if settings declare none."""
         if not self.settings.classes:
             return None
         return tuple(name.strip() for name in self.settings.classes.split(","))
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Return the range that all columns are clipped to."""
-        low, _, high = (self.settings.feature_range or "").partition(",")
-        return (float(low), float(high)) if high else None
+        """Return the range that all columns are clipped to; None if settings declare none."""
+        if not self.settings.feature_range:
+            return None
+        low, _, high = self.settings.feature_range.partition(",")
+        return float(low), float(high)

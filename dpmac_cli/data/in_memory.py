@@ -66,15 +66,28 @@ class ArrayData(InMemoryData):
         target_name: str | None = None,
         name: str = "arrays",
     ) -> None:
-        given = {
-            **{"x": x, "y": y, "x_test": x_test, "y_test": y_test},
-            **{"unit": unit, "unit_test": unit_test},
-            **{"low": low, "high": high, "target_low": target_low, "target_high": target_high},
-            **{"target_transform": target_transform, "target_name": target_name},
+        values = {
+            "x": x,
+            "y": y,
+            "x_test": x_test,
+            "y_test": y_test,
+            "unit": unit,
+            "unit_test": unit_test,
             "classes": None if classes is None else list(classes),
+            "low": low,
+            "high": high,
+            "target_low": target_low,
+            "target_high": target_high,
+            "target_transform": target_transform,
+            "target_name": target_name,
         }
-        arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
-        arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
+        arrays = {}
+        for array_name, value in values.items():
+            if value is not None:
+                arrays[array_name] = as_array(value, array_name)
+        for array_name in ("y", "y_test"):
+            if array_name in arrays:
+                arrays[array_name] = arrays[array_name].copy()
         super().__init__(_place(name), arrays)
 
 
@@ -85,7 +98,14 @@ def _is_arrays(declared: Declaration) -> bool:
 
 @register_reader("arrays", _is_arrays)
 def read_in_memory(declared: Declaration) -> Reading:
-    """Return arrays in memory. Raises InputError if there are no labels."""
+    """Return arrays in memory.
+
+    Args:
+        declared: the dataset. New records, and those of a language model, need no ``y``.
+
+    Raises:
+        InputError: there are no labels.
+    """
     assert declared.in_memory is not None  # noqa: S101  (the reader fits only such data)
     arrays = dict(declared.in_memory.arrays or {})
     if "y" not in arrays and declared.labels and is_labelled(declared.settings.task):
@@ -97,7 +117,14 @@ def read_in_memory(declared: Declaration) -> Reading:
 
 
 def as_new(values: Any) -> InMemoryData:
-    """Return records without labels: an array or a list of texts, or a data frame."""
+    """Return records without labels, to predict.
+
+    Args:
+        values: an array or a list of texts, or a data frame.
+
+    Raises:
+        InputError: numpy cannot convert them to an array.
+    """
     frame = in_memory(values)
     return frame or InMemoryData(Path("the array"), {"x": as_array(values, "x")})
 
@@ -136,38 +163,53 @@ def from_dataframe(
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
     if schema is not None:
-        raise_errors(
-            f"{keyword} is for a data frame without a schema: leave one of them out."
-            for keyword, value in {"label": label, "kinds": kinds, "classes": classes}.items()
-            if value is not None
-        )
+        faults = []
+        without_schema = {"label": label, "kinds": kinds, "classes": classes}
+        for keyword, value in without_schema.items():
+            if value is not None:
+                faults.append(
+                    f"{keyword} is for a data frame without a schema: leave one of them out."
+                )
+        raise_errors(faults)
         return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
     table = table_of(frame)
     declared = {**_declared_kinds(table), **(kinds or {})}
-    found = schema_of_kinds(table, label, declared, classes)
-    numbers = [] if label is None or "classes" in found["label"] else [label]
-    others = [column for column in (*found["columns"], *numbers) if column not in declared]
-    inferred = ("kinds of columns",) * bool(others)
+    contents = schema_of_kinds(table, label, declared, classes)
+    numbers = [] if label is None or "classes" in contents["label"] else [label]
+    used = (*contents["columns"], *numbers)
+    inferred = list[str]()
+    if any(column not in declared for column in used):
+        inferred.append("kinds of columns")
     if label is not None and classes is None and not numbers:
-        inferred = (*inferred, "classes")
+        inferred.append("classes")
     return InMemoryData(
-        _place(name), frame=frame, schema=schema_of(found, "schema"), inferred=inferred
+        _place(name),
+        frame=frame,
+        schema=schema_of(contents, "schema"),
+        inferred=tuple(inferred),
     )
 
 
 def _declared_kinds(table: pa.Table) -> dict[str, str]:
-    """Return the kinds of columns whose dtype whoever made a frame has chosen."""
-    kinds = {pa.types.is_dictionary: "category", pa.types.is_boolean: "boolean"}
-    return {
-        field.name: kind
-        for field in table.schema
-        for test, kind in kinds.items()
-        if test(field.type)
-    }
+    """Return the kinds of columns whose dtype whoever made a frame has chosen, by their names."""
+    kinds = dict[str, str]()
+    for field in table.schema:
+        if pa.types.is_dictionary(field.type):
+            kinds[field.name] = "category"
+        elif pa.types.is_boolean(field.type):
+            kinds[field.name] = "boolean"
+    return kinds
 
 
 def _place(name: str) -> Path:
-    """Return a placeholder path, which names no file."""
+    """Return a placeholder path, which names no file.
+
+    Args:
+        name: name of the dataset.
+
+    Raises:
+        InputError: it is no identifier, such as the name of a file.
+    """
     if not name.isidentifier():
         raise InputError(f"The dataset name '{name}' must consist of letters and digits.")
     return Path(f"<{name}>")

@@ -1,9 +1,14 @@
 """Remarks on declared ranges and categories that do not fit the records, or were taken from them.
 
-They depend on private records, so they are private notes.
+Ranges are declared without a look at the records. A wrong one costs accuracy silently: values
+outside it become its ends. A right one that was measured on the records is a leak that no epsilon
+covers. Both can be seen only in the records, so remarks are private notes for the person who holds
+them, and never part of what is published.
+
+Ranges that are found within epsilon are not declared, so there is nothing to remark on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,61 +32,81 @@ def remarks_on_ranges(
     """Yield remarks on the ranges of columns and of the target, and on categories.
 
     Args:
-        x: numbers, shape (records, columns, ...). arrays: targets, and the ends of the columns.
-        declared: the dataset, whose schema names its columns. number: to predict.
+        x: numbers, shape (records, columns, ...).
+        arrays: targets ``y``, and ``low`` and ``high``, the ends of the columns.
+        declared: the dataset, whose schema names its columns.
+        number: the number to predict; None for classes.
     """
+    columns = () if declared.schema is None else declared.schema.columns
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
-    columns, first = (() if declared.schema is None else declared.schema.columns), 0
-    unused, dates, in_ranges = list[str](), dict[str, str](), np.ones(len(names), np.bool_)
+    is_ranged = np.ones(len(names), np.bool_)
+    dates = dict[str, str]()
+    unused = list[str]()
+    first = 0
     for column in columns:
         if column.type == "date" and column.range is not None:
             dates[column.name] = "{} to {}".format(*column.range)
         names[first : first + column.inputs] = [column.name] * column.inputs
-        in_ranges[first : first + column.inputs] = not column.open
-        unused += [
-            f"{name} of {column.name}"
-            for place, name in enumerate(column.categories, first)
-            if column.type == "category" and not x[:, place].any()
-        ]
+        is_ranged[first : first + column.inputs] = not column.open
+        if column.type == "category":
+            for place, category in enumerate(column.categories, first):
+                if not x[:, place].any():
+                    unused.append(f"{category} of {column.name}")
         first += column.inputs
     if unused:
         yield f"No record has the category {first_of(unused)}: check the spelling"
     low, high = arrays["low"], arrays["high"]
-    if not in_ranges.all():
-        low, high = low[in_ranges], high[in_ranges]
-    declared_names = [name for name, inside in zip(names, in_ranges, strict=True) if inside]
-    yield from _of_each(declared_names, np.moveaxis(x, 1, 0)[in_ranges], low, high, dates)
+    if not is_ranged.all():
+        low, high = low[is_ranged], high[is_ranged]
+    ranged_names = [names[place] for place in np.flatnonzero(is_ranged)]
+    by_column = np.moveaxis(x, 1, 0)
+    yield from _of_each(ranged_names, by_column[is_ranged], low, high, dates)
     if number is not None and not number.open:
-        low, high = np.array(number.low), np.array(number.high)
+        low = np.array(number.low)
+        high = np.array(number.high)
         yield from _of_each([number.name], arrays["y"].T, low, high, {})
 
 
 def _of_each(
-    names: Iterable[str],
+    names: Sequence[str],
     columns: NDArray[Any],
     low: NDArray[Any],
     high: NDArray[Any],
     dates: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield remarks on the ranges of columns, shape (columns, records, ...).
+    """Yield remarks on the ranges of columns.
 
-    ``dates`` are the ranges of columns of dates, as they are declared.
+    A column is named in one remark on values outside its range: in the first if they are nearly
+    all, in the second if they are more than a few. Its range is taken from the records, it seems,
+    if both ends are values and each is there once.
+
+    Args:
+        names: name of each column.
+        columns: their values, shape (columns, records, ...).
+        low: lowest value of all columns, or of each.
+        high: highest value of all columns, or of each.
+        dates: ranges of columns of dates by name, as they are declared.
     """
     if low.size == high.size == 1:  # one range for all
-        columns, names = columns.reshape(1, -1), ["x"] if len(columns) > 1 else names
-    outside, some_outside, taken = list[str](), list[str](), list[str]()
-    lows, highs = (np.broadcast_to(end.ravel(), len(columns)) for end in (low, high))
+        names = ["x"] if len(columns) > 1 else names
+        columns = columns.reshape(1, -1)
+    lows = np.broadcast_to(low.ravel(), len(columns))
+    highs = np.broadcast_to(high.ravel(), len(columns))
+    outside = list[str]()
+    some_outside = list[str]()
+    taken = list[str]()
     for name, values, least, most in zip(names, columns, lows, highs, strict=True):
         beyond = (values < least) | (values > most)
         declared = dates.get(name, f"{least:g} to {most:g}")
         if beyond.mean() >= NEARLY_ALL:
             outside.append(f"{name} ({declared})")
         elif beyond.mean() > FEW:
-            found = f"{np.count_nonzero(beyond):,} of {beyond.size:,}"
-            some_outside.append(f"{name} ({found}; {declared})")
-        times = np.count_nonzero(values == least), np.count_nonzero(values == most)
+            count = f"{np.count_nonzero(beyond):,} of {beyond.size:,}"
+            some_outside.append(f"{name} ({count}; {declared})")
+        at_least = np.count_nonzero(values == least)
+        at_most = np.count_nonzero(values == most)
         # Values such as 0 and 255, at which many records are, are no sign of that.
-        if not beyond.any() and min(times) == 1:
+        if not beyond.any() and min(at_least, at_most) == 1:
             taken.append(name)
     if outside:
         yield (

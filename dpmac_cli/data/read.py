@@ -40,46 +40,60 @@ def read(
         InputError: lists every fault of the dataset.
     """
     name = settings.dataset
-    if isinstance(name, str) and name in DATASETS:
-        facts = published_facts(name, settings.unit)
-        train, test = read_published(name, data_folder(settings.data_dir))
-        if settings.canaries is None:
-            return Dataset(train, test, facts)
-        made = crafted_records(facts.records, facts.task, settings.canaries, train, settings.seed)
-        return Dataset(made.added_to(train), test, facts, crafted=made.encoded(made.x, made.y))
-    return read_own(declaration(settings, texts, schema))
+    if not isinstance(name, str) or name not in DATASETS:
+        return read_own(declaration(settings, texts, schema))
+    facts = published_facts(name, settings.unit)
+    train, test = read_published(name, data_folder(settings.data_dir))
+    if settings.canaries is None:
+        return Dataset(train, test, facts)
+    count, seed = settings.canaries, settings.seed
+    crafted = crafted_records(facts.records, facts.task, count, train, seed)
+    return Dataset(crafted.added_to(train), test, facts, crafted=crafted)
 
 
 def read_own(declared: Declaration) -> Dataset:
-    """Read your own dataset as it is declared. Raises InputError with every fault found."""
+    """Return your own dataset as it is declared. Raises InputError with every fault found."""
     return dataset_of_arrays(declared, reading_of(declared))
 
 
 def read_new(declared: Declaration) -> Reading:
     """Read records without labels, with the ``name`` of each: its key, or its row from 0.
 
-    Unusable ones are left out with ``skip_bad``. Raises InputError with every fault found, or if
-    there is no record.
+    Unusable ones are left out with ``skip_bad``.
+
+    Args:
+        declared: new records, with the shape that the model needs.
+
+    Raises:
+        InputError: with every fault found, or if there is no record.
     """
     reading = reading_of(declared)
     count = len(reading.arrays["x"])
     if not count:
-        what = f"{declared.path} contains no records"
-        what += " that can be used" * bool(reading.left_out.records)
-        refuse([what, *reading.left_out.reasons])
-    names = [*reading.arrays.get("key", range(count))]
+        fault = f"{declared.path} contains no records"
+        if reading.left_out.records:
+            fault += " that can be used"
+        refuse([fault, *reading.left_out.reasons])
+    names = list(reading.arrays.get("key", range(count)))
     return replace(reading, arrays={"name": names, **reading.arrays})
 
 
 def declaration(
     settings: Settings, texts: TextReader | None = None, schema: TableSchema | None = None
 ) -> Declaration:
-    """Return your own dataset as it is declared. Raises InputError; for arguments see read."""
+    """Return your own dataset as it is declared.
+
+    The schema of records in memory comes first, then the one that is passed, then the file that
+    settings name. For arguments see :func:`read`.
+
+    Raises:
+        InputError: the encoder or the schema of the settings cannot be read.
+    """
     if texts is None and settings.backbone is not None and settings.backbone not in BACKBONES:
         texts = read_encoder(settings.backbone).reader(settings.tokens or TOKENS)
     declared = Declaration(settings, schema, texts)
     if declared.in_memory is not None and declared.in_memory.schema is not None:
-        return Declaration(settings, declared.in_memory.schema, texts)
+        return replace(declared, schema=declared.in_memory.schema)
     if schema is None and settings.schema is not None:
-        return Declaration(settings, read_schema(Path(settings.schema)), texts)
+        return replace(declared, schema=read_schema(Path(settings.schema)))
     return declared

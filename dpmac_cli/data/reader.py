@@ -30,23 +30,44 @@ ArrayDict = dict[str, Any]
 def as_array(values: Any, name: str) -> NDArray[Any]:
     """Return an array; a list with texts becomes one of objects, so that no item changes another.
 
-    Raises InputError, also for images of several types: one of floats would make numbers of all.
+    Args:
+        values: an array, or anything that numpy can convert to one, such as a list or a tensor.
+        name: name of the array in the message.
+
+    Raises:
+        InputError: numpy cannot convert it; or it is a list of images of several types, because
+            one of floats would make numbers of all.
+
+    Example:
+        >>> as_array([1, 2], "y").dtype.kind, as_array(["1", 2], "y").dtype.kind
+        ('i', 'O')
     """
     items = values if isinstance(values, list | tuple) else ()
-    # Pillow's images have a mode in place of a type.
-    types = {getattr(item, "dtype", getattr(item, "mode", None)) for item in items}
-    images = any(getattr(item, "ndim", 0) > 1 for item in items)
-    images = images or any(isinstance(kind, str) for kind in types)
+    has_texts = any(isinstance(item, str) for item in items)
     try:
-        if images and len(types) > 1:
+        if _are_images_of_several_types(items):
             raise TypeError("images of several types")
-        texts = any(isinstance(item, str) for item in items)
-        return np.array(values, object) if texts else np.asarray(values)
+        if has_texts:
+            return np.array(values, object)
+        return np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
         raise InputError(
             f"numpy cannot convert {name} to an array ({type(failure).__name__}). All records need "
             "one shape and type."
         ) from failure
+
+
+def _are_images_of_several_types(items: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether items are images, of numpy or of Pillow, and have more than one type."""
+    # Pillow's images have a mode in place of a type.
+    types = set()
+    are_images = False
+    for item in items:
+        kind = getattr(item, "dtype", getattr(item, "mode", None))
+        types.add(kind)
+        is_of_pillow = isinstance(kind, str)
+        are_images |= is_of_pillow or getattr(item, "ndim", 0) > 1
+    return are_images and len(types) > 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,10 @@ Reads = Callable[[Declaration], Reading]
 READERS: dict[str, tuple[Callable[[Declaration], bool], Reads]] = {}
 
 
-def register_reader(name: str, fits: Callable[[Declaration], bool]) -> Callable[[Reads], Reads]:
+def register_reader(
+    name: str,
+    fits: Callable[[Declaration], bool],
+) -> Callable[[Reads], Reads]:
     """Register a function that reads a kind of records.
 
     A reader must read each record by itself, so that no record changes how another one is read, and
@@ -108,24 +132,39 @@ def register_reader(name: str, fits: Callable[[Declaration], bool]) -> Callable[
 
 def kind_of(declared: Declaration) -> str:
     """Return the name of the reader of a dataset; "" if there is none."""
-    return next((name for name, (fits, _) in reversed(READERS.items()) if fits(declared)), "")
+    for name, (fits, _) in reversed(READERS.items()):
+        if fits(declared):
+            return name
+    return ""
 
 
 def reading_of(declared: Declaration) -> Reading:
-    """Read a dataset with the reader of its kind. Raises InputError with every fault found."""
-    if kind := kind_of(declared):
-        _, read = READERS[kind]
-        own = not read.__module__.startswith(f"{__package__}.")
-        reading = _read_by(kind, read, declared) if own else read(declared)
-        arrays = {
-            name: of if isinstance(of, Rows) or name in NAMES else as_array(of, name)
-            for name, of in reading.arrays.items()
-        }
-        numbers = reading.numbers or read_arrays(arrays, declared.texts, str(declared.path))
-        return replace(reading, arrays=arrays, numbers=numbers)
+    """Read a dataset with the reader of its kind, and convert its records to arrays.
+
+    Texts become the numbers of their tokens.
+
+    Raises:
+        InputError: with every fault that the reader found, or there is no reader of this kind.
+    """
+    kind = kind_of(declared)
+    if not kind:
+        raise _without_reader(declared)
+    _, read = READERS[kind]
+    is_built_in = read.__module__.startswith(f"{__package__}.")
+    reading = read(declared) if is_built_in else _read_by(kind, read, declared)
+    arrays: ArrayDict = {}
+    for name, values in reading.arrays.items():
+        is_converted = isinstance(values, Rows) or name in NAMES
+        arrays[name] = values if is_converted else as_array(values, name)
+    numbers = reading.numbers or read_arrays(arrays, declared.texts, str(declared.path))
+    return replace(reading, arrays=arrays, numbers=numbers)
+
+
+def _without_reader(declared: Declaration) -> InputError:
+    """Return the error of a dataset that no reader fits."""
     if not declared.path.is_file():
-        raise InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
-    raise InputError(
+        return InputError(f"{{dataset=}}{declared.path}: no such file or folder.")
+    return InputError(
         f"{{dataset=}}{declared.path} must be a folder with one folder of images per class, an "
         ".npz, or a table (.csv, .tsv, .parquet). Other kinds need a program with their reader: "
         "register_reader."
@@ -133,10 +172,12 @@ def reading_of(declared: Declaration) -> Reading:
 
 
 @contextmanager
-def code_of_program(what: str, declared: Declaration) -> Iterator[None]:
+def code_of_program(code: str, declared: Declaration) -> Iterator[None]:
     """Convert a failure of a program's code on records to an InputError, without its message.
 
-    ``what`` names the code.
+    Args:
+        code: names the code, as the subject of a message.
+        declared: the dataset.
     """
     try:
         yield
@@ -144,30 +185,41 @@ def code_of_program(what: str, declared: Declaration) -> Iterator[None]:
         raise
     except Exception as failure:
         raise InputError(
-            f"{what} failed on {declared.path}: {type(failure).__name__}. Its message may contain "
+            f"{code} failed on {declared.path}: {type(failure).__name__}. Its message may contain "
             "private records, so it is not repeated: it is the __cause__ of this error."
         ) from failure
 
 
 def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
-    """Read a dataset with a reader of a program, and check what it returns. Raises InputError."""
+    """Read a dataset with a reader of a program, and check what it returns.
+
+    Args:
+        kind: name of the reader.
+        read: the reader.
+        declared: the dataset.
+
+    Raises:
+        InputError: the reader failed, or what it returned is incomplete.
+    """
     with code_of_program(f"The reader '{kind}'", declared):
         reading = read(declared)
     if not isinstance(reading, Reading):
         raise InputError(
             f"The reader '{kind}' returned {type(reading).__name__}: it must return a Reading."
         )
-    labelled = declared.labels and is_labelled(declared.settings.task)
     arrays = dict(reading.arrays)
-    absent = [name for name in ("x", "y")[: 1 + labelled] if name not in arrays]
+    labelled = declared.labels and is_labelled(declared.settings.task)
+    needed = ("x", "y") if labelled else ("x",)
+    absent = [name for name in needed if name not in arrays]
     raise_errors(f"The reader '{kind}' returned no array {name}." for name in absent)
-    lists = [name for name in (*NAMES, "key") if name in arrays]
-    raise_errors(
-        f"The reader '{kind}' returned {name} of {len(arrays[name])} records, and x of "
-        f"{len(arrays['x'])}."
-        for name in lists
-        if len(arrays[name]) != len(arrays["x"])
-    )
+    faults = list[str]()
+    for name in (*NAMES, "key"):
+        if name in arrays and len(arrays[name]) != len(arrays["x"]):
+            faults.append(
+                f"The reader '{kind}' returned {name} of {len(arrays[name])} records, and x of "
+                f"{len(arrays['x'])}."
+            )
+    raise_errors(faults)
     if "key" in arrays:
-        arrays["key"] = np.array([*map(str, arrays["key"])], object)
+        arrays["key"] = np.array(list(map(str, arrays["key"])), object)
     return replace(reading, arrays=arrays)

@@ -5,7 +5,6 @@ delimiter, or the same table as Parquet or as a data frame must not change the s
 is tested on in one run would be trained on in the next.
 """
 
-import hashlib
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -14,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from dpmac_cli.data.copies import sides_of
+from dpmac_cli.data.held_out import copy_keys, hash_of
 from dpmac_cli.data.table_cells import ISO, decoded_cells, is_one_of, text_cells
 from dpmac_cli.data.values import MISSING
 
@@ -24,7 +23,6 @@ WHOLE = r"^(?:\+|(-))?0*([0-9]{1,300})(?:\.0*)?$"
 NUMBER = r"^[-+]?(?:[0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})(?:[eE][-+]?[0-9]{1,9})?$"
 #: Separates cells in the text of a row, and stands for a cell without a value.
 BETWEEN, NOTHING = "\x1f", "\x00"
-BYTES = 16
 
 
 def keys_of(columns: Sequence[pa.Array]) -> NDArray[np.object_]:
@@ -35,13 +33,19 @@ def keys_of(columns: Sequence[pa.Array]) -> NDArray[np.object_]:
     """
     plain = _hashes([plain_texts(column) for column in columns])
     forms = _hashes([_texts(column).fill_null(NOTHING) for column in columns])
-    return np.array([*sides_of(plain, forms), None], np.object_)[:-1]
+    keys = list(copy_keys(plain, forms))
+    # With None behind them, numpy makes objects of keys, which it would otherwise pad.
+    return np.array([*keys, None], np.object_)[:-1]
 
 
 def _hashes(texts: Sequence[pa.Array]) -> list[bytes]:
-    """Return a hash of each row of some columns of texts."""
+    """Return a hash of each row.
+
+    Args:
+        texts: columns of texts, shape (rows,) each.
+    """
     rows = compute.binary_join_element_wise(*texts, BETWEEN).cast(pa.binary())
-    return [hashlib.blake2b(row, digest_size=BYTES).digest() for row in rows.to_pylist()]
+    return [hash_of(row) for row in rows.to_pylist()]
 
 
 def plain_texts(cells: pa.Array) -> pa.Array:
@@ -55,17 +59,23 @@ def plain_texts(cells: pa.Array) -> pa.Array:
 
     Args:
         cells: a column of any type, shape (rows,).
+
+    Example:
+        >>> plain_texts(pa.array(["+1.0", "1e0", "TRUE", "NA"])).to_pylist()
+        ['1', '1', 'true', '']
     """
     text = _texts(cells).fill_null("")
-    text = compute.if_else(pa.array(is_one_of(text, MISSING)), "", text)
+    is_missing = pa.array(is_one_of(text, MISSING))
+    text = compute.if_else(is_missing, "", text)
     whole = compute.match_substring_regex(text, WHOLE)
     digits = compute.replace_substring_regex(text, WHOLE, r"\1\2")
     digits = compute.if_else(compute.equal(digits, "-0"), "0", digits)
     number = compute.and_not(compute.match_substring_regex(text, NUMBER), whole)
     floats = compute.if_else(number, text, None).cast(pa.float64())
-    rest = compute.or_(whole, number)
-    others = _other_texts(compute.if_else(rest, "", text))
-    return compute.if_else(whole, digits, compute.if_else(number, text_cells(floats), others))
+    numeric = compute.or_(whole, number)
+    others = _other_texts(compute.if_else(numeric, "", text))
+    texts = compute.if_else(number, text_cells(floats), others)
+    return compute.if_else(whole, digits, texts)
 
 
 def _texts(cells: pa.Array) -> pa.Array:
@@ -73,24 +83,32 @@ def _texts(cells: pa.Array) -> pa.Array:
     try:
         return text_cells(cells)
     except pa.ArrowException:  # lists and the like
-        return pa.array([None if cell is None else repr(cell) for cell in cells.to_pylist()])
+        texts = []
+        for cell in cells.to_pylist():
+            texts.append(None if cell is None else repr(cell))
+        return pa.array(texts)
 
 
 def _other_texts(text: pa.Array) -> pa.Array:
-    """Return cells that are no numbers, in which all forms of a truth value or a date are one."""
+    """Return cells that are no numbers, in which all forms of a truth value or a date are one.
+
+    Args:
+        text: a column of texts, shape (rows,). Each different one is converted once.
+    """
     different = text.dictionary_encode()
     plain = [_plain(cell or "") for cell in decoded_cells(different.dictionary)]
     return pa.array(plain, pa.string()).take(different.indices)
 
 
 def _plain(cell: str) -> str:
+    """Return a text, a truth value in lower case, or a date in one form."""
     if cell.lower() in ("true", "false"):
         return cell.lower()
     if not ISO.fullmatch(cell):
         return cell
     try:
-        found = datetime.fromisoformat(cell)
+        moment = datetime.fromisoformat(cell)
     except ValueError:
         return cell
-    day, _, time = found.isoformat().partition("T")
+    day, _, time = moment.isoformat().partition("T")
     return day if time == "00:00:00" else f"{day}T{time}"

@@ -1,4 +1,4 @@
-"""CellNumbers of a table's cells, read as their column declares: text to a number, each by itself.
+"""Numbers of a table's cells, read as their column declares: text to a number, each by itself.
 
 What a cell means depends on that cell and on the schema, never on other cells.
 """
@@ -29,7 +29,10 @@ DAY = 86_400
 BETWEEN = "\x1f"
 
 
-def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArray]:
+def values_in(
+    cells: pa.Array,
+    column: Column | Label,
+) -> tuple[CellNumbers, BoolArray]:
     """Return a number per cell, NaN where it is none as declared, and where there is no value.
 
     Numbers are themselves, dates are days since 1970-01-01, booleans are 0 and 1, and categories
@@ -37,15 +40,26 @@ def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArr
 
     Args:
         cells: text, or a column of any type of numbers or dates; shape (records,).
-        of: how the column is declared.
+        column: how the column is declared.
+
+    Returns:
+        numbers, float64, and where cells are empty or have a word for a missing value, bool; both
+        of shape (records,).
+
+    Example:
+        >>> column = Column.model_validate({"name": "age", "range": [0, 120]})
+        >>> values_in(pa.array(["41", "", "old"]), column)
+        (array([41., nan, nan]), array([False,  True, False]))
     """
-    read = READERS[of.type]
-    values, text = read(cells, of), text_cells(cells)
-    usual = [word for word in MISSING if word not in of.values]
-    missing = np.asarray(cells.is_null()) | is_one_of(text, [*usual, *of.missing_words])
-    if of.missing_words and of.type in ("number", "date"):  # 999 stands for 999.0, too
-        words = pa.array(of.missing_words, pa.string())
-        missing |= np.isin(values, read(words, of)) & ~np.isnan(values)
+    read = CELL_READERS[column.type]
+    values = read(cells, column)
+    usual_words = [word for word in MISSING if word not in column.values]
+    words = [*usual_words, *column.missing_words]
+    is_empty = np.asarray(cells.is_null())
+    missing = is_empty | is_one_of(text_cells(cells), words)
+    if column.missing_words and column.type in ("number", "date"):  # 999 stands for 999.0, too
+        missing_values = read(pa.array(column.missing_words, pa.string()), column)
+        missing |= np.isin(values, missing_values) & ~np.isnan(values)
     return np.where(missing | np.isinf(values), np.nan, values), missing
 
 
@@ -57,41 +71,62 @@ def hashed_in(cells: pa.Array, column: Column) -> CellNumbers:
     Args:
         cells: text, or a column of any type; shape (records,).
         column: the column.
+
+    Returns:
+        numbers from 0 to :data:`~dpmac_cli.config.records.PLACES` - 1, float64, shape (records,).
     """
     text = text_cells(cells)
     missing = is_one_of(text, [*MISSING, *column.missing_words])
     known = compute.if_else(pa.array(missing), "", text.fill_null(""))
-    different = known.dictionary_encode()
-    places = [
-        _hashed(f"{column.name}{BETWEEN}{value}") for value in decoded_cells(different.dictionary)
-    ]
-    return _floats(pa.array(places, pa.float64()).take(different.indices))
+    return _each_once(known, lambda value: _hashed(f"{column.name}{BETWEEN}{value}"))
+
+
+def _each_once(text: pa.Array, number: Callable[[str], float]) -> CellNumbers:
+    """Return a number per cell, which is computed once for all equal cells.
+
+    Args:
+        text: cells as text, shape (records,).
+        number: returns the number of a cell; of an empty one for null.
+    """
+    different = text.dictionary_encode()
+    numbers = [number(cell or "") for cell in decoded_cells(different.dictionary)]
+    of_cells = pa.array(numbers, pa.float64()).take(different.indices)
+    return _floats(of_cells)
 
 
 def _hashed(value: str) -> int:
+    """Return the place of a value, by the remainder of its SHA-256."""
     digest = hashlib.sha256(value.encode()).digest()
     return int.from_bytes(digest, "big") % PLACES
 
 
 def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
-    """Return where trimmed text is one of some words."""
+    """Return where trimmed text is one of some words, shape (records,).
+
+    Args:
+        text: cells as text without blanks around them.
+        words: words that are compared without the blanks around them.
+    """
     trimmed = pa.array([word.strip() for word in words], pa.string())
     return np.asarray(compute.is_in(text, trimmed))
 
 
-def _numbers_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+def _numbers_in(cells: pa.Array, column: Column | Label) -> CellNumbers:
+    """Return the numbers of cells, NaN where a text is none as the column writes them."""
     if is_number(cells.type):
         return _floats(cells.cast(pa.float64(), safe=False))
     text = text_cells(cells)
-    plain = compute.if_else(compute.match_substring_regex(text, _pattern(of)), text, None)
-    if of.thousands is not None:
-        plain = compute.replace_substring_regex(plain, GROUPING[of.thousands], "")
-    if of.point != ".":
-        plain = compute.replace_substring(plain, of.point, ".")
+    is_written = compute.match_substring_regex(text, _pattern(column))
+    plain = compute.if_else(is_written, text, None)
+    if column.thousands is not None:
+        plain = compute.replace_substring_regex(plain, GROUPING[column.thousands], "")
+    if column.point != ".":
+        plain = compute.replace_substring(plain, column.point, ".")
     return _floats(plain.cast(pa.float64()))
 
 
 def _floats(cells: pa.Array) -> CellNumbers:
+    """Return a column of numbers as an array, NaN where it is null."""
     values: CellNumbers = np.asarray(cells.fill_null(np.nan), np.float64)
     return values
 
@@ -99,53 +134,62 @@ def _floats(cells: pa.Array) -> CellNumbers:
 def _pattern(form: Written) -> str:
     """Return a regular expression, of RE2, that matches a number as it is written."""
     point = re.escape(form.point)
-    group = "" if form.thousands is None else rf"\d{{1,3}}(?:{GROUPING[form.thousands]}\d{{3}})+|"
+    group = ""
+    if form.thousands is not None:
+        group = rf"\d{{1,3}}(?:{GROUPING[form.thousands]}\d{{3}})+|"
     return rf"^[-+]?(?:(?:{group}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][-+]?\d+)?$"
 
 
-def _dates_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+def _dates_in(cells: pa.Array, column: Column | Label) -> CellNumbers:
     """Return days since 1970-01-01; the time is as written, so a time zone is not converted."""
-    assert isinstance(of, Column)  # noqa: S101
-    written = None if pa.types.is_temporal(cells.type) else of.format
-    different = compute.dictionary_encode(text_cells(cells))
-    days = [_days(cell, written) for cell in decoded_cells(different.dictionary)]
-    return _floats(pa.array(days, pa.float64()).take(different.indices))
+    assert isinstance(column, Column)  # noqa: S101
+    written = None if pa.types.is_temporal(cells.type) else column.format
+    return _each_once(text_cells(cells), lambda cell: _days(cell, written))
 
 
-def _days(cell: str | None, written: str | None) -> float:
-    """Return days since 1970-01-01; NaN for a cell that is no date as written."""
+def _days(cell: str, written: str | None) -> float:
+    """Return days since 1970-01-01; NaN for a cell that is no date as written.
+
+    Args:
+        cell: text of a cell.
+        written: format of ``strptime``; None for ISO 8601.
+    """
     try:
         if written is not None:
-            found = datetime.strptime(cell or "", written)
-        elif ISO.fullmatch(cell or ""):
-            found = datetime.fromisoformat(cell or "")
+            moment = datetime.strptime(cell, written)
+        elif ISO.fullmatch(cell):
+            moment = datetime.fromisoformat(cell)
         else:
             return np.nan
     except ValueError:
         return np.nan
-    seconds = (found.hour * 60 + found.minute) * 60 + found.second + found.microsecond / 1e6
-    return found.toordinal() - EPOCH + seconds / DAY
+    minutes = moment.hour * 60 + moment.minute
+    seconds = minutes * 60 + moment.second + moment.microsecond / 1e6
+    return moment.toordinal() - EPOCH + seconds / DAY
 
 
-def _places_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
-    text, words = text_cells(cells), pa.array(of.values)
-    if of.type == "boolean" and not of.values:
+def _places_in(cells: pa.Array, column: Column | Label) -> CellNumbers:
+    """Return the place of each cell among the declared values, NaN for other cells."""
+    text = text_cells(cells)
+    if column.type == "boolean" and not column.values:
         return _truths(text)
-    if of.type == "boolean":
+    words = pa.array(column.values)
+    if column.type == "boolean":
         text, words = compute.utf8_lower(text), compute.utf8_lower(words)
-    found = compute.index_in(text, words)
-    return _floats(found.cast(pa.float64()))
+    places = compute.index_in(text, words)
+    return _floats(places.cast(pa.float64()))
 
 
 def _truths(text: pa.Array) -> CellNumbers:
     """Return 0 and 1 for words of false and true; NaN for others."""
-    places = compute.index_in(compute.utf8_lower(text), pa.array([*FALSE, *TRUE]))
-    numbers = _floats(places.cast(pa.float64()))
-    return np.where(np.isnan(numbers), np.nan, numbers >= len(FALSE))
+    words = pa.array([*FALSE, *TRUE])
+    indices = compute.index_in(compute.utf8_lower(text), words)
+    places = _floats(indices.cast(pa.float64()))
+    return np.where(np.isnan(places), np.nan, places >= len(FALSE))
 
 
 #: Functions that read each type of column but texts.
-READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
+CELL_READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
     "number": _numbers_in,
     "date": _dates_in,
     "category": _places_in,
@@ -155,8 +199,9 @@ READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
-    return any(test(kind) for test in kinds)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return True
+    return bool(pa.types.is_decimal(kind))
 
 
 def has_text(cells: pa.Array) -> bool:
@@ -164,8 +209,13 @@ def has_text(cells: pa.Array) -> bool:
     return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
 
 
-def kind_of(kind: pa.DataType) -> str:
-    """Return the type of column in a schema that fits a type of arrow."""
+def schema_type(kind: pa.DataType) -> str:
+    """Return the type of column in a schema that fits a type of arrow.
+
+    Example:
+        >>> schema_type(pa.int8()), schema_type(pa.date32()), schema_type(pa.string())
+        ('number', 'date', 'category')
+    """
     if pa.types.is_boolean(kind):
         return "boolean"
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
@@ -173,20 +223,41 @@ def kind_of(kind: pa.DataType) -> str:
     return "number" if is_number(kind) else "category"
 
 
+def plain_cells(cells: pa.Array) -> pa.Array:
+    """Return a column without a dictionary of its values.
+
+    Args:
+        cells: a column of any type, such as a category of pandas.
+    """
+    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+
+
 def decoded_cells(text: pa.Array) -> Iterator[str | None]:
     """Yield text cells; bytes that are not UTF-8 are replaced."""
-    raw = text.cast(pa.binary()).to_pylist()
-    yield from (None if cell is None else cell.decode(errors="replace") for cell in raw)
+    for cell in text.cast(pa.binary()).to_pylist():
+        yield None if cell is None else cell.decode(errors="replace")
 
 
 def text_cells(cells: pa.Array) -> pa.Array:
-    """Return cells as text that does not depend on the type that the column needs for others."""
+    """Return cells as text that does not depend on the type that the column needs for others.
+
+    Whole floats are written as integers, because a column of integers becomes one of floats where
+    a value is missing. Zeros at the end of decimals and times, which the type adds, are dropped.
+
+    Args:
+        cells: a column of any type that has a text, shape (records,).
+
+    Returns:
+        text without blanks around it, null where a cell is.
+    """
     text = cells.cast(pa.string())
-    if pa.types.is_floating(cells.type):  # integers where a value is missing
-        whole = compute.equal(compute.floor(cells), cells)
-        exact = compute.and_(whole, compute.less(compute.abs(cells), 2.0**53))
-        numbers = compute.if_else(exact, cells, None).cast(pa.int64())
-        text = compute.if_else(exact.fill_null(False), numbers.cast(pa.string()), text)
+    if pa.types.is_floating(cells.type):
+        is_whole = compute.equal(compute.floor(cells), cells)
+        is_small = compute.less(compute.abs(cells), 2.0**53)
+        is_exact = compute.and_(is_whole, is_small)
+        integers = compute.if_else(is_exact, cells, None).cast(pa.int64())
+        is_integer = is_exact.fill_null(False)
+        text = compute.if_else(is_integer, integers.cast(pa.string()), text)
     elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
         text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
     return compute.ascii_trim_whitespace(text)

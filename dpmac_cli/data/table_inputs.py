@@ -1,8 +1,22 @@
-"""Columns of a table as inputs of a network and as targets, and which records cannot be used."""
+"""Columns of a table as inputs of a network and as targets, and which records cannot be used.
+
+A column becomes one or several inputs, each with a public range:
+
+- number: itself, in its declared range; without one, in the largest range, until the run has found
+  a range within epsilon.
+- date: years until the last day of its range; without one, days since 1970-01-01.
+- category: one input per declared value, 0 or 1, and one for all other values; without declared
+  values, one input, the place of a public hash.
+- boolean: one input, 0 or 1.
+- text: numbers of its tokens, and how it is written.
+
+``missing: input`` adds an input that is 1 where there is no value. The value itself is then the
+middle of the range, which says nothing about the other records.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -24,18 +38,16 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
-from dpmac_cli.data.targets import NO_LABEL
+from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank, texts_at
+from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted
 from dpmac_cli.tasks.task import FARTHEST
 
 #: Most characters of a cell to show in a message.
 SHOWN = 40
-
-
+#: Shown instead of a cell of a table with texts.
 HIDDEN = " (not shown, because it may be part of a text)"
-
-
 #: Advice on cells that are not written as declared, by the type of their column.
 ADVICE = {
     "number": "declare decimal, thousands, missing_words or categories in the schema",
@@ -43,17 +55,22 @@ ADVICE = {
     "boolean": "declare other categories or missing_words in the schema",
     "category": "declare it, or a range of numbers, or missing_words in the schema",
 }
-
-
+#: A value of each type of column of which nothing else is declared, in words.
+ONE_OF_TYPE = {"number": "number", "date": "date", "boolean": "truth value"}
 Cells = dict[str, pa.Array]
-
-
+#: Lowest and highest values of inputs.
+Ranges = tuple[list[float], list[float]]
 #: Range of inputs that are 0 or 1, which standardisation does not change.
 FLAG = (-1.0, 1.0)
 
 
 class TableRows:
     """Cells of a table, and which records cannot be used.
+
+    Args:
+        cells: columns by their names, shape (records,) each.
+        broken: why records cannot be read, by their number.
+        texts: whether the table has texts, of which no message shows a part.
 
     Attributes:
         cells: columns, shape (records,) each.
@@ -62,7 +79,12 @@ class TableRows:
         remarks: private notes on cells that count as missing.
     """
 
-    def __init__(self, cells: Cells, broken: dict[int, str], texts: bool) -> None:
+    def __init__(
+        self,
+        cells: Cells,
+        broken: dict[int, str],
+        texts: bool,
+    ) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
         self.bad: dict[str, BoolArray] = {}
         self.remarks = list[str]()
@@ -71,48 +93,97 @@ class TableRows:
     def __len__(self) -> int:
         return max(map(len, self.cells.values()), default=0)
 
-    def add(self, what: str, records: BoolArray, of: Column | Label | None = None) -> None:
-        """Add a reason why records cannot be used, with their first cell and some other words."""
-        if of is not None and records.any():
-            bad = text_cells(self.cells[of.name].filter(pa.array(records)))
-            some = [*dict.fromkeys(cell or "" for cell in decoded_cells(bad))][:NAMED]
-            short = (f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell for cell in some)
-            shown = ", ".join(f"'{cell}'" for cell in short)
-            what += HIDDEN if self._texts else f": {shown} ({ADVICE[of.type]})"
-        self.bad[what] = records | self.bad.get(what, False)
+    def add(
+        self,
+        reason: str,
+        records: BoolArray,
+        column: Column | Label | None = None,
+    ) -> None:
+        """Add a reason why records cannot be used.
+
+        Args:
+            reason: the reason, as what a record has.
+            records: which records, shape (records,).
+            column: the column whose cells are the reason, so that the message shows some of them;
+                None to show none.
+        """
+        if column is not None and records.any():
+            reason += HIDDEN if self._texts else self._shown(records, column)
+        self.bad[reason] = records | self.bad.get(reason, False)
+
+    def _shown(self, records: BoolArray, column: Column | Label) -> str:
+        """Return some different cells of a column for a message, with advice.
+
+        Args:
+            records: which records, shape (records,).
+            column: the column.
+        """
+        cells = self.cells[column.name].filter(pa.array(records))
+        bad = text_cells(cells)
+        different = dict.fromkeys(cell or "" for cell in decoded_cells(bad))
+        quoted = []
+        for cell in islice(different, NAMED):
+            short = f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell
+            quoted.append(f"'{short}'")
+        return f": {', '.join(quoted)} ({ADVICE[column.type]})"
 
     def faults(self) -> list[str]:
         """Return why records cannot be used, with the first of them and how many others."""
-        found = some_of([*self.broken.values()])
-        for what, records in self.bad.items():
-            if count := int((records & ~self._lost).sum()):
-                others = f" and {count - 1} more have" if count > 1 else " has"
-                found.append(f"Record {int((records & ~self._lost).argmax()) + 1}{others} {what}")
-        return found
+        faults = some_of([*self.broken.values()])
+        for reason, records in self.bad.items():
+            readable = records & ~self._lost
+            count = int(readable.sum())
+            if count:
+                verb = f" and {count - 1} more have" if count > 1 else " has"
+                faults.append(f"Record {int(readable.argmax()) + 1}{verb} {reason}")
+        return faults
 
-    def used(self, skip_bad: bool, remedy: str) -> tuple[BoolArray, LeftOut]:
+    def used(
+        self,
+        skip_bad: bool,
+        remedy: str,
+    ) -> tuple[BoolArray, LeftOut]:
         """Return which records can be used, and a description of the others.
 
-        Raises InputError if there are others, and ``skip_bad`` does not leave them out.
+        Args:
+            skip_bad: whether records that cannot be used are left out.
+            remedy: what to do about them, behind the faults.
+
+        Returns:
+            a mask, shape (records,), and the records that are left out.
+
+        Raises:
+            InputError: there are some, and ``skip_bad`` does not leave them out.
         """
         if not skip_bad:
             refuse(self.faults(), remedy)
-        good = ~np.logical_or.reduce([self._lost, *self.bad.values()])
-        named = (self.broken.get(r, f"record {r + 1}") for r in np.flatnonzero(~good).tolist())
-        return good, LeftOut(tuple(named), tuple(self.faults()))
+        bad = np.logical_or.reduce([self._lost, *self.bad.values()])
+        names = []
+        for row in np.flatnonzero(bad).tolist():
+            names.append(self.broken.get(row, f"record {row + 1}"))
+        return ~bad, LeftOut(tuple(names), tuple(self.faults()))
 
 
-def records_in(columns: Sequence[Column], texts: TextReader | None) -> Callable[..., Numbers]:
-    """Return what records of some columns are, given their shape and their ends."""
+def records_in(
+    columns: Sequence[Column],
+    texts: TextReader | None,
+) -> Callable[..., Numbers]:
+    """Return what records of some columns are, given their shape and their ends.
+
+    Args:
+        columns: columns of the schema that are inputs.
+        texts: how texts are read; None without texts.
+
+    Raises:
+        InputError: beside texts, a column is declared by its type alone.
+    """
     places = _places_of_texts(columns)
     if texts is not None and places:
+        without_values = [column.name for column in columns if column.open]
         refuse(
-            [
-                f"The column {column.name} is declared by its type alone"
-                for column in columns
-                if column.open
-            ],
-            " Beside texts, declare its range or its categories.",
+            [f"The column {name} is declared by its type alone" for name in without_values],
+            " Beside texts, declare its range, such as {range: [0, 100]}, or its categories, such "
+            "as {categories: [A, B]}, or list it under drop in the schema.",
         )
         return texts_at(texts, places)
     parts = chain.from_iterable(column.parts for column in columns)
@@ -132,111 +203,238 @@ def _places_of_texts(columns: Sequence[Column]) -> list[tuple[int, int]]:
 def inputs_in(
     columns: Sequence[Column], rows: TableRows, reader: TextReader | None
 ) -> tuple[CellNumbers, CellNumbers, CellNumbers]:
-    """Return columns as inputs, shape (records, inputs), and the ends of each.
+    """Return columns as inputs, and the ends of each.
 
-    Reasons why records cannot be used are added to ``rows``.
+    Args:
+        columns: columns of the schema that are inputs.
+        rows: their cells. Reasons why records cannot be used are added.
+        reader: how texts are read; None without texts.
+
+    Returns:
+        inputs, float64, shape (records, inputs), and their lowest and highest values, shape
+        (inputs,).
+
+    Raises:
+        InputError: a column is no text as declared, or the inputs do not fit into memory.
     """
+    _check_texts(columns, rows, reader)
+    _check_size(columns, rows)
+    blocks = list[NDArray[Any]]()
+    low = list[float]()
+    high = list[float]()
+    for column in columns:
+        block, (lows, highs), missing = _block(column, rows, reader)
+        blocks.append(block)
+        low += lows
+        high += highs
+        if column.flagged:
+            blocks.append(missing[:, None])
+            low.append(FLAG[0])
+            high.append(FLAG[1])
+        else:
+            value = "text" if column.type == "text" else "value"
+            rows.add(f"no {value} in {column.name}", missing)
+    inputs = np.column_stack(blocks).astype(np.float64, copy=False)
+    ends = np.array([low, high], np.float64)
+    return inputs, ends[0], ends[1]
+
+
+def _check_texts(
+    columns: Sequence[Column],
+    rows: TableRows,
+    reader: TextReader | None,
+) -> None:
+    """Raise InputError for texts without a reader, and for numbers that are declared as text."""
     texts = [column.name for column in columns if column.type == "text"]
-    if texts and reader is None:
+    if reader is None:
         refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
+    numbers = [name for name in texts if not has_text(rows.cells[name])]
     refuse(
-        [f"The column {name} contains numbers" for name in texts if not has_text(rows.cells[name])],
+        [f"The column {name} contains numbers" for name in numbers],
         " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
     )
+
+
+def _check_size(columns: Sequence[Column], rows: TableRows) -> None:
+    """Raise InputError for inputs that do not fit into memory."""
     inputs = sum(column.inputs for column in columns)
+    size = len(rows) * inputs * np.dtype(np.float64).itemsize
     try:
-        check_memory(len(rows) * inputs * np.dtype(np.float64).itemsize, f"{inputs:,} inputs each")
+        check_memory(size, f"{inputs:,} inputs each")
     except ValueError as failure:
         raise InputError(
             f"The table has {len(rows):,} records: {failure}. Declare fewer columns or categories."
         ) from failure
-    x, low, high = list[NDArray[Any]](), list[float](), list[float]()
-    for column in columns:
-        block, (lows, highs), missing = _block(column, rows, reader)
-        x.append(block)
-        low += lows
-        high += highs
-        if column.flagged:
-            x.append(missing[:, None])
-            low.append(FLAG[0])
-            high.append(FLAG[1])
-        else:
-            rows.add(f"no {'text' if column.type == 'text' else 'value'} in {column.name}", missing)
-    joined = np.column_stack(x).astype(np.float64, copy=False)
-    return joined, np.array(low, np.float64), np.array(high, np.float64)
-
-
-#: Lowest and highest values of inputs.
-Ranges = tuple[list[float], list[float]]
 
 
 def _block(
     column: Column, rows: TableRows, reader: TextReader | None
 ) -> tuple[NDArray[Any], Ranges, BoolArray]:
-    """Return a column as inputs, shape (records, inputs), their ranges, and where it is missing."""
-    cells = rows.cells[column.name]
+    """Return a column as inputs, their ranges, and where it is missing.
+
+    Ranges are declared or of the type of the column, and a missing value is in the middle of its
+    range, so no record decides what another one becomes.
+
+    Args:
+        column: a column of the schema.
+        rows: its cells. Reasons why records cannot be used are added.
+        reader: how texts are read; None without texts.
+
+    Returns:
+        inputs, shape (records, inputs), the ends of each, and a mask, shape (records,).
+    """
     if column.type == "text" and reader is not None:
-        texts = [text or "" for text in decoded_cells(cells)]
-        missing = np.array([is_blank(text) for text in texts], np.bool_)
-        missing |= is_one_of(text_cells(cells), column.missing_words)
-        kept = ("" if m else text for m, text in zip(missing, texts, strict=True))
-        return as_inputs(kept, reader, column.text), reader.ranges(column.text or 0), missing
+        return _block_of_texts(column, rows.cells[column.name], reader)
     if column.hashed:
-        return (
-            hashed_in(cells, column)[:, None],
-            ([0.0], [PLACES - 1.0]),
-            np.zeros(len(cells), bool),
-        )
+        places = hashed_in(rows.cells[column.name], column)
+        ends = [0.0], [PLACES - 1.0]
+        return places[:, None], ends, np.zeros(len(places), bool)
     if column.type == "category":
-        values, missing = values_in(cells, column)
-        known = values[:, None] == np.arange(len(column.categories))
-        block = np.column_stack([known, np.isnan(values) & ~missing])
-        return block, ([FLAG[0]] * block.shape[1], [FLAG[1]] * block.shape[1]), missing
+        values, missing = values_in(rows.cells[column.name], column)
+        is_category = values[:, None] == np.arange(len(column.categories))
+        is_other = np.isnan(values) & ~missing
+        block = np.column_stack([is_category, is_other])
+        low, high = FLAG
+        width = block.shape[1]
+        return block, ([low] * width, [high] * width), missing
     if column.open:
-        return _open_block(column, rows)
+        return _block_without_range(column, rows)
     values, missing = _values(column, rows)
-    ends = (0.0, 1.0) if column.type == "boolean" else column.ends
+    low, high = (0.0, 1.0) if column.type == "boolean" else column.ends
     if column.type == "date":  # years until the last day
-        values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
-    block = np.where(np.isnan(values), sum(ends) / 2, values)[:, None]
-    return block, ([ends[0]], [ends[1]]), missing
+        values = (high - values) / YEAR
+        low, high = 0, (high - low) / YEAR
+    middle = (low + high) / 2
+    block = np.where(np.isnan(values), middle, values)[:, None]
+    return block, ([low], [high]), missing
 
 
-def _open_block(column: Column, rows: TableRows) -> tuple[NDArray[Any], Ranges, BoolArray]:
+def _block_of_texts(
+    column: Column, cells: pa.Array, reader: TextReader
+) -> tuple[NDArray[Any], Ranges, BoolArray]:
+    """Return :func:`_block` of a column of texts.
+
+    Args:
+        column: the column, with the largest number of tokens.
+        cells: its texts, shape (records,).
+        reader: a public tokenizer.
+    """
+    limit = column.text or 0
+    texts = [text or "" for text in decoded_cells(cells)]
+    missing = np.array([is_blank(text) for text in texts], np.bool_)
+    missing |= is_one_of(text_cells(cells), column.missing_words)
+    for row in np.flatnonzero(missing).tolist():
+        texts[row] = ""
+    return as_inputs(texts, reader, limit), reader.ranges(limit), missing
+
+
+def _block_without_range(
+    column: Column,
+    rows: TableRows,
+) -> tuple[NDArray[Any], Ranges, BoolArray]:
     """Return :func:`_block` of a number, date or truth value of which nothing else is declared.
 
     A cell that cannot be read is missing, and counts in a remark.
+
+    Args:
+        column: the column.
+        rows: its cells. The remark is added.
     """
     values, missing = values_in(rows.cells[column.name], column)
     unknown = np.isnan(values)
-    if strange := int((unknown & ~missing).sum()):
-        of_type = {"number": "number", "date": "date", "boolean": "truth value"}[column.type]
+    strange = int((unknown & ~missing).sum())
+    if strange:
+        verbs = ("is", "counts") if strange == 1 else ("are", "count")
         rows.remarks.append(
-            f"{counted(strange, 'cell')} of {column.name} {'is' if strange == 1 else 'are'} no "
-            f"{of_type}, and count{'s' * (strange == 1)} as missing"
+            f"{counted(strange, 'cell')} of {column.name} {verbs[0]} no "
+            f"{ONE_OF_TYPE[column.type]}, and {verbs[1]} as missing"
         )
-    between, ends = (0.5, (0.0, 1.0)) if column.type == "boolean" else (0.0, (-FARTHEST, FARTHEST))
-    block = np.where(unknown, between, values)[:, None]
-    return block, ([ends[0]], [ends[1]]), unknown
+    low, high = -FARTHEST, FARTHEST
+    if column.type == "boolean":
+        low, high = 0.0, 1.0
+    middle = (low + high) / 2
+    block = np.where(unknown, middle, values)[:, None]
+    return block, ([low], [high]), unknown
 
 
-def _values(of: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray]:
-    """Return :func:`values_in`, and add where they cannot be read to ``rows``."""
-    values, missing = values_in(rows.cells[of.name], of)
+def _values(
+    column: Column | Label,
+    rows: TableRows,
+) -> tuple[CellNumbers, BoolArray]:
+    """Return :func:`values_in`, and add where cells cannot be read to ``rows``.
+
+    Args:
+        column: a column of the schema, or its label.
+        rows: its cells. A reason why records cannot be used is added.
+    """
+    values, missing = values_in(rows.cells[column.name], column)
     expected = {"number": "no number", "category": "no class of the schema"}
-    if of.type == "boolean":
-        expected["boolean"] = f"neither {' nor '.join(of.values)}"
-    if isinstance(of, Column):
-        written = "as in 2024-12-31" if of.format is None else f"in the format {of.format}"
+    if column.type == "boolean":
+        expected["boolean"] = f"neither {' nor '.join(column.values)}"
+    if isinstance(column, Column):
+        written = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
         expected["date"] = f"no date {written}"
-    rows.add(f"{expected[of.type]} in {of.name}", np.isnan(values) & ~missing, of)
+    is_strange = np.isnan(values) & ~missing
+    rows.add(f"{expected[column.type]} in {column.name}", is_strange, column)
     return values, missing
 
 
 def targets_of(label: Label, rows: TableRows) -> NDArray[Any]:
-    """Return classes, int64, or numbers, float64; shape (records,)."""
+    """Return targets of the records of a table.
+
+    Args:
+        label: the column to predict.
+        rows: its cells. Reasons why records cannot be used are added.
+
+    Returns:
+        classes, int64, or numbers, float64; shape (records,).
+    """
     values, missing = _values(label, rows)
     rows.add(f"no value in {label.name}", missing)
-    unknown = NO_LABEL if label.type == "category" else sum(label.ends) / 2
-    y = np.where(np.isnan(values), unknown, values)
-    return y.astype(np.int64) if label.type == "category" else y
+    if label.type == "category":
+        labels = np.where(np.isnan(values), NO_LABEL, values)
+        return labels.astype(np.int64)
+    middle = sum(label.ends) / 2
+    return np.where(np.isnan(values), middle, values)
+
+
+def units_of_column(
+    name: str,
+    rows: TableRows,
+    missing_words: Sequence[str],
+) -> NDArray[np.str_]:
+    """Return the unit of each record, shape (records,).
+
+    Args:
+        name: the column that names units.
+        rows: the cells of the table. Reasons why records have no unit are added.
+        missing_words: declared words for a missing value.
+    """
+    cells = rows.cells[name]
+    # Floats have the precision of their type.
+    is_float = pa.types.is_floating(cells.type)
+    values = np.asarray(cells) if is_float else decoded_cells(text_cells(cells))
+    units, faults = units_in(values, missing_words)
+    of_records = np.array([faults.get(row, "") for row in range(len(rows))])
+    for fault in sorted(set(faults.values())):
+        rows.add(f"{fault.removeprefix('has ')} in {name}", of_records == fault)
+    return units
+
+
+def declared_by(label: Label | None) -> dict[str, NDArray[Any]]:
+    """Return what a label declares, as arrays do: class names, or a range and a transform.
+
+    Args:
+        label: the column to predict; None for none.
+    """
+    if label is None:
+        return {}
+    if label.type == "category":
+        return {CLASSES: np.array(label.classes)}
+    low, high = label.ends
+    return {
+        "target_low": np.array(low),
+        "target_high": np.array(high),
+        "target_transform": np.array(label.transform),
+        "target_name": np.array(label.name),
+    }

@@ -1,4 +1,8 @@
-"""Targets: numbers if a range is declared for them, and otherwise classes."""
+"""Targets: numbers if a range is declared for them, and otherwise classes.
+
+A target is converted by itself and by what is declared, so no record changes the class or the
+number of another one.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import NAMED, check_name, refuse
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.dataset import Declaration
+from dpmac_cli.data.layout import SIDES
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
@@ -25,67 +30,116 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def number_in(arrays: Arrays, dataset: Declaration) -> Regression | None:
-    """Return the number to predict, as declared; None for classes. Raises InputError."""
+    """Return the number to predict, as arrays declare it; None for classes.
+
+    Args:
+        arrays: arrays of a reader, with one of :data:`DECLARED` for a number.
+        dataset: the dataset, with the task of its settings.
+
+    Raises:
+        InputError: the declaration is invalid, or contradicts the task.
+    """
     labelled = is_labelled(dataset.settings.task)
-    if not labelled or not any(name in arrays for name in DECLARED):
+    is_declared = any(name in arrays for name in DECLARED)
+    if not labelled or not is_declared:
         return None
-    declared = _declared(arrays, dataset)
-    check_name(declared.name)
+    number = _declared(arrays, dataset)
+    check_name(number.name)
     if dataset.settings.task is not None:
         raise InputError(
             f"{{task=}}{dataset.settings.task} is for classes, but {dataset.path} declares a range "
             "of numbers to predict. Leave out one of them."
         )
-    return declared
+    return number
 
 
 def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
-    """Return the number to predict that arrays declare."""
-    given = {"target_name": np.array("y"), "target_transform": np.array("none")}
-    given |= {name: arrays[name] for name in DECLARED if name in arrays}
-    ends = [given.get(name, np.array([])) for name in DECLARED[:2]]
+    """Return the number to predict that arrays declare, by default y without a transform.
+
+    Args:
+        arrays: arrays of a reader. Those that declare a number have one value each.
+        dataset: the dataset, for messages.
+
+    Raises:
+        InputError: with every fault of the declaration.
+    """
+    values = {"target_name": np.array("y"), "target_transform": np.array("none")}
+    for name in DECLARED:
+        if name in arrays:
+            values[name] = arrays[name]
+    none = np.array([])
+    ends = [values.get("target_low", none), values.get("target_high", none)]
     faults = list[str]()
     if CLASSES in arrays:
         faults.append(
             "classes and target_low contradict: the first is for classes, the second for "
             "numbers to predict. Leave one of them out"
         )
-    single = all(of.size == 1 for of in (*given.values(), *ends))
-    if not single or any(end.dtype.kind not in "fiu" for end in ends):
+    are_single = all(value.size == 1 for value in (*values.values(), *ends))
+    are_numbers = all(end.dtype.kind in "fiu" for end in ends)
+    if not are_single or not are_numbers:
         faults.append(
             "target_low and target_high must be one number each: a public range. Base it on what "
             "the numbers to predict mean, not on these records, which are private"
         )
     else:
-        name, low, high, transform = (given[of].item() for of in ("target_name", *DECLARED[:3]))
-        target = Regression((str(name),), float(low), float(high), transform)
-        faults += [f"{name}: {why}" for why in faults_of_range(target.low, target.high, transform)]
+        name = str(values["target_name"].item())
+        low = float(ends[0].item())
+        high = float(ends[1].item())
+        transform = values["target_transform"].item()
+        number = Regression((name,), low, high, transform)
+        faults += [f"{name}: {fault}" for fault in faults_of_range(low, high, transform)]
     raise_errors(f"{dataset.path}: {fault}." for fault in faults)
-    return target
+    return number
 
 
 def without_targets(arrays: Arrays) -> dict[str, Any]:
-    """Return arrays whose records have no target of their own: y is 0, and nothing is declared."""
-    kept = {name: array for name, array in arrays.items() if name not in (*DECLARED, CLASSES)}
-    sides = [side for side in ("", "_test") if f"x{side}" in arrays]
-    return kept | {f"y{side}": np.zeros(len(arrays[f"x{side}"]), np.int64) for side in sides}
+    """Return arrays whose records have no target of their own: y is 0, and nothing is declared.
+
+    Args:
+        arrays: arrays of a reader, with or without targets.
+    """
+    declared = (*DECLARED, CLASSES)
+    result: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if name not in declared:
+            result[name] = array
+    for side in SIDES:
+        if f"x{side}" in arrays:
+            result[f"y{side}"] = np.zeros(len(arrays[f"x{side}"]), np.int64)
+    return result
 
 
-def targets_in(y: NDArray[Any], arrays: Arrays, *, numbers: bool) -> NDArray[Any]:
+def targets_in(
+    y: NDArray[Any],
+    arrays: Arrays,
+    *,
+    numbers: bool,
+) -> NDArray[Any]:
     """Return targets; unchanged if they are neither labels nor numbers.
 
-    ``numbers`` become float64, shape (records, 1). Labels are integers, and :data:`NO_LABEL` for
-    a name of no class and a number that is not whole.
+    Args:
+        y: targets as a reader returns them, shape (records,) or, for numbers, (records, 1).
+        arrays: arrays with the names of classes, if they are declared.
+        numbers: whether targets are numbers to predict.
+
+    Returns:
+        numbers, float64, shape (records, 1); or labels, integers, and :data:`NO_LABEL` for a name
+        of no class and a number that is not whole.
     """
     if numbers:
-        numeric = y.dtype.kind in "biuf" and y.ndim in (1, 2)
-        return y.reshape(len(y), -1).astype(np.float64) if numeric else y
+        if y.dtype.kind not in "biuf" or y.ndim not in (1, 2):
+            return y
+        return y.reshape(len(y), -1).astype(np.float64)
     if y.dtype.kind == "f":
         whole = (y == np.floor(y)) & (abs(y) < 2.0**63)
-        return np.where(whole, y, NO_LABEL).astype(np.int64)
+        labels_or_none = np.where(whole, y, NO_LABEL)
+        return labels_or_none.astype(np.int64)
     if y.dtype.kind in "OU" and CLASSES in arrays and y.ndim == 1:
-        places = {str(name): place for place, name in enumerate(arrays[CLASSES].ravel().tolist())}
-        return np.array([_label_of(label, places) for label in y.tolist()], np.int64)
+        classes = arrays[CLASSES].ravel().tolist()
+        places = {str(name): place for place, name in enumerate(classes)}
+        labels = [_label_of(label, places) for label in y.tolist()]
+        return np.array(labels, np.int64)
     return y
 
 
@@ -94,46 +148,93 @@ def _label_of(value: Any, places: Mapping[str, int]) -> int:
 
     It depends on the value alone. If names among other labels made those names, too, one record
     would change the classes of all.
+
+    Args:
+        value: a label as a record has it.
+        places: labels by the names of their classes.
     """
     if isinstance(value, str):
         return places.get(value, NO_LABEL)
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    return int(value) if is_number and abs(value) < 2**63 and value == int(value) else NO_LABEL
+    if is_number and abs(value) < 2**63 and value == int(value):
+        return int(value)
+    return NO_LABEL
 
 
-def faults_of_array(arrays: Arrays, side: str, *, numbers: bool) -> Iterator[str]:
-    """Yield faults of the type, shape and values of ``y{side}``."""
-    y, most = arrays[f"y{side}"], len(arrays.get(CLASSES, ()))
-    of = f"not {y.dtype} of shape {y.shape}"
+def faults_of_array(
+    arrays: Arrays,
+    side: str,
+    *,
+    numbers: bool,
+) -> Iterator[str]:
+    """Yield faults of the type, shape and values of the targets of one side.
+
+    Args:
+        arrays: arrays of a reader, with targets of :func:`targets_in`.
+        side: one of :data:`~dpmac_cli.data.layout.SIDES`.
+        numbers: whether targets are numbers to predict.
+    """
+    name = f"y{side}"
+    y = arrays[name]
     if numbers:
         if y.dtype.kind != "f" or y.shape[1:] != (1,):
-            yield f"y{side} must have one number per record, such as y[:, 0], {of}"
+            yield (
+                f"{name} must have one number per record, such as y[:, 0], not {y.dtype} of shape "
+                f"{y.shape}"
+            )
         elif not np.isfinite(y).all():
-            yield f"y{side} has a target that is NaN or infinite"
-    elif y.dtype.kind in "OU":
-        names = sorted(set(map(str, y.ravel().tolist())))
-        some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
-        yield f"y{side} contains names. Declare them as class names: {{classes=}}{some}"
+            yield f"{name} has a target that is NaN or infinite"
+    else:
+        yield from _faults_of_labels(y, name, len(arrays.get(CLASSES, ())))
+
+
+def _faults_of_labels(
+    y: NDArray[Any],
+    name: str,
+    classes: int,
+) -> Iterator[str]:
+    """Yield faults of labels.
+
+    Args:
+        y: labels, which must be integers from 0, shape (records,).
+        name: name of the array.
+        classes: number of declared classes; 0 if none are declared.
+    """
+    if y.dtype.kind in "OU":
+        different = set(map(str, y.ravel().tolist()))
+        names = sorted(different)
+        shown = names if len(names) <= NAMED else [*names[:NAMED], "..."]
+        yield f"{name} contains names. Declare them as class names: {{classes=}}{','.join(shown)}"
     elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield (
-            f"y{side} must have one integer per record, such as y.ravel(), {of}. For several "
-            "labels, train one model for each, such as y[:, 0]. For numbers to predict, declare "
-            "target_low and target_high"
+            f"{name} must have one integer per record, such as y.ravel(), not {y.dtype} of shape "
+            f"{y.shape}. For several labels, train one model for each, such as y[:, 0]. For "
+            "numbers to predict, declare target_low and target_high"
         )
     elif y.min(initial=0) < 0:
         yield (
-            f"y{side} contains a label that is no whole number from 0, and no name of {{classes}} "
+            f"{name} contains a label that is no whole number from 0, and no name of {{classes}} "
             "(numbers to predict need a range: target_low and target_high)"
         )
-    elif most and y.max(initial=0) >= most:
-        why = f"there are {most} classes, 0 to {most - 1}"
-        yield f"y{side} contains the label {y.max()} ({why})"
+    elif classes and y.max(initial=0) >= classes:
+        yield (
+            f"{name} contains the label {y.max()} (there are {classes} classes, 0 to {classes - 1})"
+        )
 
 
 def faults_together(arrays: Arrays) -> Iterator[str]:
-    """Yield faults of all labels together, where no classes are declared."""
-    labels, tested = (set(arrays.get(name, arrays["y"]).tolist()) for name in ("y", "y_test"))
-    if missing := set(range(len(labels))) - labels:
+    """Yield faults of all labels together, where no classes are declared.
+
+    Every number from 0 to the largest label needs a record to train on, and so does every label
+    that is tested on.
+
+    Args:
+        arrays: arrays with labels of :func:`targets_in`, without faults of their own.
+    """
+    labels = set(arrays["y"].tolist())
+    tested = set(arrays.get("y_test", arrays["y"]).tolist())
+    missing = set(range(len(labels))) - labels
+    if missing:
         yield (
             f"y contains the label {max(labels)}, but no {min(missing)}. Number the classes 0, "
             "1, 2 and so on, or list all of them in an array classes, even those without a "
@@ -144,26 +245,50 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
 
 
 def task_in(
-    arrays: Arrays, dataset: Declaration, number: Regression | None, found: Sequence[str]
+    arrays: Arrays, dataset: Declaration, number: Regression | None, folders: Sequence[str]
 ) -> Task:
-    """Return the task; names that were found are used if no classes are declared."""
-    if not is_labelled(dataset.settings.task):
+    """Return the task: a language model, a number to predict, or classes.
+
+    Args:
+        arrays: arrays with labels, and with class names if they are declared.
+        dataset: the dataset, whose settings may name a task for classes.
+        number: the number to predict; None for classes.
+        folders: class names that a reader found, used if none are declared. Without them, classes
+            have the names of their numbers.
+
+    Raises:
+        InputError: no classifier can be trained on the classes.
+    """
+    task = dataset.settings.task
+    if not is_labelled(task):
         return LanguageModel()
     if number is not None:
         return number
-    numbered = [*map(str, range(1 + int(arrays["y"].max())))]
-    names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
+    if CLASSES in arrays:
+        names = tuple(map(str, arrays[CLASSES]))
+    elif folders:
+        names = tuple(folders)
+    else:
+        labels = range(1 + int(arrays["y"].max()))
+        names = tuple(map(str, labels))
     check_classes(names, dataset)
-    asked = dataset.settings.task
-    return Classification(names) if asked is None else TASKS[asked](names)
+    return Classification(names) if task is None else TASKS[task](names)
 
 
 def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
-    """Reject classes that no classifier can be trained on."""
+    """Reject classes that no classifier can be trained on.
+
+    Args:
+        classes: class names.
+        dataset: the dataset, for messages.
+
+    Raises:
+        InputError: there is only one class, or a name is there twice or cannot be displayed.
+    """
     if len(classes) < 2:
         raise InputError(
             f"{dataset.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
     check_name(*classes)
-    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
-    refuse([f"{dataset.path} has {which}" for which in twice], " Class names must be unique.")
+    twice = [f"{count} classes {name}" for name, count in Counter(classes).items() if count > 1]
+    refuse([f"{dataset.path} has {repeated}" for repeated in twice], " Class names must be unique.")

@@ -1,6 +1,8 @@
 """Texts as inputs: numbers of tokens, which a public network turns into a vector, and their style.
 
-Behind the numbers of tokens are those on how a text is written. No message contains a text.
+Behind the numbers of tokens are those on how a text is written, such as its length. Both depend on
+that text and on a public tokenizer alone. Numbers of tokens are exact in float32, so texts pass
+through the same arrays as other numbers. No message contains a text.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,19 +27,35 @@ NO_TEXT = "has no text"
 def as_inputs(
     texts: Iterable[str], reader: TextReader, limit: int | None = None
 ) -> NDArray[np.float64]:
-    """Return the inputs of each text, shape (texts, limit + WRITTEN): tokens and how it is written.
+    """Return the inputs of each text: its tokens, and how it is written.
 
     Args:
+        texts: one text for each record.
+        reader: a public tokenizer.
         limit: number of tokens; by default the reader's limit.
+
+    Returns:
+        inputs, shape (texts, limit + WRITTEN).
     """
-    kept, limit = list(texts), limit or reader.limit
-    written = np.array([how_written(text) for text in kept], np.float64).reshape(-1, WRITTEN)
-    tokens = np.array(reader.tokens(kept, limit), np.float64).reshape(-1, limit)
+    texts = list(texts)
+    limit = limit or reader.limit
+    styles = [how_written(text) for text in texts]
+    written = np.array(styles, np.float64).reshape(-1, WRITTEN)
+    numbers = reader.tokens(texts, limit)
+    tokens = np.array(numbers, np.float64).reshape(-1, limit)
     return np.column_stack([tokens, written])
 
 
-def texts_at(reader: TextReader, places: Sequence[tuple[int, int]]) -> Callable[..., Numbers]:
-    """Return what makes records of numbers with texts, given where the tokens of each are."""
+def texts_at(
+    reader: TextReader,
+    places: Sequence[tuple[int, int]],
+) -> Callable[..., Numbers]:
+    """Return what makes records of numbers with texts.
+
+    Args:
+        reader: the tokenizer of the texts.
+        places: first input and number of tokens of each text.
+    """
     return partial(Texts, texts=tuple(places), tokenizer=reader.sha256, tokens=reader.size)
 
 
@@ -48,7 +66,9 @@ def is_blank(text: str) -> bool:
 
 def is_text(x: NDArray[Any]) -> bool:
     """Return whether an array holds one text per record."""
-    return x.ndim == 1 and (x.dtype.kind == "U" or any(isinstance(text, str) for text in x))
+    if x.ndim != 1:
+        return False
+    return x.dtype.kind == "U" or any(isinstance(text, str) for text in x)
 
 
 def read_arrays(
@@ -56,25 +76,57 @@ def read_arrays(
 ) -> Callable[..., Numbers] | None:
     """Replace texts in the arrays x and x_test by their inputs, in place, and add their ranges.
 
-    Returns what makes records of the numbers; None without a reader. Raises InputError if there are
-    texts and no reader, or a reader and something else.
+    Args:
+        arrays: arrays of a reader.
+        reader: a public tokenizer; None for records that are no texts.
+        name: name of the dataset in messages.
+
+    Returns:
+        what makes records of the numbers; None without a reader.
+
+    Raises:
+        InputError: there are texts and no reader, or a reader and something else.
     """
-    for key in [key for key in ("x", "x_test") if key in arrays]:
-        x = arrays[key]
-        if reader is None:
-            if not isinstance(x, Rows) and is_text(x):
-                raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
+    for key in ("x", "x_test"):
+        if key not in arrays:
             continue
-        if x.ndim != 1:
-            raise InputError(
-                f"{name} must contain texts for this {{backbone}}: x must be a list of str, one "
-                "per record."
-            )
-        texts = x.tolist()
-        bad = [row for row, text in enumerate(texts) if not isinstance(text, str) or is_blank(text)]
-        refuse([f"Record {row} of {name} {NO_TEXT}" for row in bad], " Leave it out.")
-        arrays[key] = as_inputs(texts, reader)
+        x = arrays[key]
+        if reader is not None:
+            arrays[key] = _inputs_of_array(x, reader, name)
+        elif not isinstance(x, Rows) and is_text(x):
+            raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
     if reader is None:
         return None
-    arrays["low"], arrays["high"] = map(np.array, reader.ranges(reader.limit))
+    low, high = reader.ranges(reader.limit)
+    arrays["low"] = np.array(low)
+    arrays["high"] = np.array(high)
     return texts_at(reader, [(0, reader.limit)])
+
+
+def _inputs_of_array(
+    x: Any,
+    reader: TextReader,
+    name: str,
+) -> NDArray[np.float64]:
+    """Return the inputs of an array of texts, shape (records, limit + WRITTEN).
+
+    Args:
+        x: one text for each record, shape (records,).
+        reader: a public tokenizer.
+        name: name of the dataset in messages.
+
+    Raises:
+        InputError: it is not an array of texts, or some records have none.
+    """
+    if x.ndim != 1:
+        raise InputError(
+            f"{name} must contain texts for this {{backbone}}: x must be a list of str, one "
+            "per record."
+        )
+    texts = x.tolist()
+    faults = []
+    for row, text in enumerate(texts):
+        if not isinstance(text, str) or is_blank(text):
+            faults.append(f"Record {row} of {name} {NO_TEXT}")
+    refuse(faults, " Leave it out.")
+    return as_inputs(texts, reader)

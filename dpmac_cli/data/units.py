@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.values import FLOATS, MISSING, NOT_TEXT, Faults, is_exact, text_of
 
-Numbers = NDArray[np.int64]
+Indices = NDArray[np.int64]
 #: Names of units that stand for nobody in particular. Records of unknown persons must not become
 #: those of one person, so these are missing in all data.
 _NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE)
@@ -31,24 +31,31 @@ class Units:
         starts: index in ``order`` where each unit begins, and the end; shape (units + 1,).
     """
 
-    order: Numbers
-    starts: Numbers
+    order: Indices
+    starts: Indices
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
-    def owners(self) -> Numbers:
+    def owners(self) -> Indices:
         """Index of each record's unit, shape (records,)."""
+        sizes = np.diff(self.starts)
         owners = np.empty(len(self.order), np.int64)
-        owners[self.order] = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        owners[self.order] = np.repeat(np.arange(len(self)), sizes)
         return owners
 
     def sha256(self) -> str:
         """Return a checksum of the assignment of records to units."""
-        return hashlib.sha256(self.order.tobytes() + self.starts.tobytes()).hexdigest()
+        contents = self.order.tobytes() + self.starts.tobytes()
+        return hashlib.sha256(contents).hexdigest()
 
-    def records(self, units: Numbers, words: NDArray[np.uint64], count: int) -> Numbers:
+    def records(
+        self,
+        units: Indices,
+        words: NDArray[np.uint64],
+        count: int,
+    ) -> Indices:
         """Return K = ``count`` records of each unit, shape (units, K).
 
         They are consecutive in the unit's order, cyclically, from a random start. Every record of
@@ -57,27 +64,42 @@ class Units:
         Args:
             units: indices of units.
             words: one uniform 64-bit word per unit, shape (units,).
+            count: K.
         """
         sizes = self.starts[units + 1] - self.starts[units]
         first = (words % sizes.astype(np.uint64)).astype(np.int64)
         ring = (first[:, None] + np.arange(count)) % sizes[:, None]
-        chosen: Numbers = self.order[self.starts[units][:, None] + ring]
+        chosen: Indices = self.order[self.starts[units][:, None] + ring]
         return chosen
 
 
 def units_of(numbers: ArrayLike) -> Units:
-    """Return units, given the number or name of each record's unit."""
+    """Return units, given the number or name of each record's unit.
+
+    Units are in the order of their numbers or names.
+
+    Args:
+        numbers: a number or name for each record, shape (records,).
+
+    Example:
+        >>> units = units_of([7, 3, 7])
+        >>> units.order.tolist(), units.starts.tolist()
+        ([1, 0, 2], [0, 1, 3])
+    """
     _, which = np.unique(np.asarray(numbers), return_inverse=True)
     # Keep the original order within a unit. An order that depended on other units would let one
     # of them change which records are drawn from this one.
     order = np.argsort(which, kind="stable")
-    return Units(order, np.append(0, np.cumsum(np.bincount(which))))
+    sizes = np.bincount(which)
+    return Units(order, np.append(0, np.cumsum(sizes)))
 
 
 def units_in(
     values: Iterable[Any], missing_words: Sequence[str] = ()
 ) -> tuple[NDArray[np.str_], Faults]:
-    """Return the names of units, and faults; the name is empty where a unit cannot be used.
+    """Return the names of units, shape (records,), and faults by the numbers of records.
+
+    A name is empty where a unit cannot be used.
 
     Args:
         values: a value for each record.
@@ -100,10 +122,19 @@ def unit_name(value: Any) -> str:
 
     Floats are accepted if they are whole numbers that the type stores exactly, because a column of
     integers becomes one of floats where a value is missing.
+
+    Args:
+        value: a value of any type that says which unit a record belongs to.
+
+    Example:
+        >>> unit_name(17.0), unit_name(" 17.0 "), unit_name("unknown")
+        ('17', '17', '')
     """
     if isinstance(value, FLOATS) and not is_exact(value):
         return "" if value != value else NOT_TEXT  # noqa: PLR0124  (NaN)
     name = (text_of(value) or "").strip()
-    if printed := _PRINTED.fullmatch(name):
-        return str(int(printed[1])) if is_exact(float(printed[1])) else NOT_TEXT
+    printed = _PRINTED.fullmatch(name)
+    if printed:
+        digits = printed[1]
+        return str(int(digits)) if is_exact(float(digits)) else NOT_TEXT
     return "" if name in MISSING or _NOBODY.fullmatch(name) else name

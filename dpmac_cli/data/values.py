@@ -22,13 +22,33 @@ Faults = dict[int, str]
 
 
 def is_exact(value: Any) -> bool:
-    """Return whether a number is a whole one that its type stores exactly."""
-    most = 2.0 ** (np.finfo(float if isinstance(value, Decimal) else type(value)).nmant + 1)
-    return bool(abs(value) < most and value == int(value))
+    """Return whether a number is a whole one that its type stores exactly.
+
+    Args:
+        value: one of :data:`FLOATS`. A Decimal has the limit of a float.
+
+    Example:
+        >>> is_exact(3.0), is_exact(0.5), is_exact(2.0**53)
+        (True, False, False)
+    """
+    kind = float if isinstance(value, Decimal) else type(value)
+    limit = 2.0 ** (np.finfo(kind).nmant + 1)
+    return bool(abs(value) < limit and value == int(value))
 
 
 def text_of(value: Any) -> str | None:
-    """Return a value as text; None if it is missing, and :data:`NOT_TEXT` if it has no text."""
+    """Return a value as text; None if it is missing, and :data:`NOT_TEXT` if it has no text.
+
+    Whole floats have the text of integers, because a column of integers becomes one of floats
+    where a value is missing.
+
+    Args:
+        value: a value of a record, of any type.
+
+    Example:
+        >>> text_of(17.0), text_of(True), text_of(float("nan"))
+        ('17', 'true', None)
+    """
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if not isinstance(value, KNOWN):

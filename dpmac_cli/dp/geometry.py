@@ -1,10 +1,14 @@
 """Geometries: compute the next step's clipping ellipsoid from post-noise values only.
 
+The sum of a step is clipped to an ellipsoid {g : ||(g - m) / b||_2 <= 1}, lines 6 and 7 of
+Algorithm 1. A geometry says which: lines 1 and 16 to 20 for DP-MacAdam. The privacy cost is that of
+any ellipsoid which was fixed before the step, because the noise has the same scale b.
+
 By its signature, ``next`` is post-processing and has no privacy cost (Proposition 1). It works per
 coordinate, except for one sum, so a step can process vectors in blocks that stay in cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -17,6 +21,7 @@ from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim.optimizer import Optimizer
 
+#: Largest kappa_t that is treated as 0: beta1 is then so small that s_t is lost in rounding.
 LEAST_KAPPA = 1e-6
 #: Radius of a ball that clips nothing; a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
@@ -24,59 +29,103 @@ NO_CLIPPING = 2.0**40
 
 @dataclass
 class Spread:
-    """State of a geometry: the spread of g-tilde around its mean. Post-noise, so public."""
+    """State of a geometry: the spread of g-tilde around its mean. Post-noise, so public.
 
-    s: Tensor  # AdaClip's s_t^2, MacAdam's s_t, or s_t - psi_t if kappa is "tracked"; (d,)
-    kappa_star: float = 0.0  # E[s_t] divided by the variance of i.i.d. g-tilde
-    kappa: float | None = None  # divisor of s_t at step t; None if it is 0
-    share: float = 0.0  # (1 - c_t)^2, the weight of the noise of step t in u_t
-
-
-#: State per coordinate.
-Kept = TypeVar("Kept", Ellipsoid, Moments, Spread)
-
-
-def part_of(kept: Kept, block: slice | Tensor) -> Kept:
-    """Return some coordinates of every vector, views for a slice; scalars are unchanged."""
-    tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
-    vectors: Any = {name: x[block] for name, x in tensors.items() if x.ndim > 0}
-    return replace(kept, **vectors)
-
-
-def at_places(kept: Kept, trained: Tensor) -> Kept:
-    """Return vectors of the coordinates that are trained, moved to their places in theta.
-
-    ``trained`` is their mask, bool, in the shape of theta. The others are 0, also 1/b^2: they are
-    in no norm.
+    Attributes:
+        s: AdaClip's s_t^2, MacAdam's s_t, or s_t - psi_t if kappa is "tracked"; shape (d,).
+        kappa_star: E[s_t] divided by the variance of i.i.d. g-tilde.
+        kappa: divisor of s_t at step t; None if it is 0.
+        share: (1 - c_t)^2, the weight of the noise of step t in u_t.
     """
-    tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
-    vectors: Any = {
-        name: x.new_zeros(trained.shape).masked_scatter_(trained, x)
-        for name, x in tensors.items()
-        if x.ndim > 0
-    }
-    return replace(kept, **vectors)
+
+    s: Tensor
+    kappa_star: float = 0.0
+    kappa: float | None = None
+    share: float = 0.0
+
+
+#: A record with state per coordinate.
+State = TypeVar("State", Ellipsoid, Moments, Spread)
+
+
+def part_of(state: State, block: slice | Tensor) -> State:
+    """Return some coordinates of every vector of a record; its scalars are unchanged.
+
+    Args:
+        state: region, moments or spread, with vectors of shape (d,).
+        block: a slice, whose vectors are views; or indices, or a mask of shape (d,).
+
+    Example:
+        >>> moments = Moments(m=torch.tensor([1.0, 2.0, 3.0]), v=torch.zeros(3), step=5)
+        >>> part_of(moments, slice(1, 3)).m
+        tensor([2., 3.])
+    """
+    return _with_vectors(state, lambda vector: vector[block])
+
+
+def at_places(state: State, trained: Tensor) -> State:
+    """Return a record whose vectors have 0 at the coordinates that are not trained.
+
+    Those are in no norm, because 1/b^2 is 0 there, too.
+
+    Args:
+        state: a record with vectors of the trained coordinates only.
+        trained: mask of the trained coordinates, bool, shape (d,).
+    """
+
+    def placed(vector: Tensor) -> Tensor:
+        zeros = vector.new_zeros(trained.shape)
+        return zeros.masked_scatter_(trained, vector)
+
+    return _with_vectors(state, placed)
+
+
+def _with_vectors(state: State, function: Callable[[Tensor], Tensor]) -> State:
+    """Return a record with a function applied to each of its vectors."""
+    vectors: dict[str, Any] = {}
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            vectors[name] = function(value)
+    return replace(state, **vectors)
 
 
 def joined(region: Ellipsoid, parts: Sequence[Ellipsoid]) -> Ellipsoid:
     """Return the next region, whose blocks :meth:`Geometry.next` wrote to the memory of ``region``.
 
     A ball has no blocks: it is the same for all of them.
+
+    Args:
+        region: the region of this step, whose vectors are those of the next one by now.
+        parts: what :meth:`Geometry.next` returned for each block, at least one.
     """
     if region.is_ball:
         return parts[0]
-    return replace(region, factor=torch.stack([part.factor for part in parts]).sum())
+    factors = [part.factor for part in parts]
+    return replace(region, factor=torch.stack(factors).sum())
 
 
 class Geometry(Protocol):
-    """Chooses the clipping ellipsoid."""
+    """Chooses the clipping ellipsoid of each step from private means of the steps before.
+
+    A class without state per coordinate is a dataclass whose fields are hyperparameters. Its name
+    in :data:`GEOMETRIES` is what an optimizer declares as ``clips``.
+    """
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
-        """Return the ellipsoid of step 1 and the state, for a theta like ``like``, shape (d,)."""
+        """Return the ellipsoid of step 1 and the state: line 1.
+
+        Args:
+            like: parameters, shape (d,); only shape, dtype and device are used.
+        """
         ...
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Advance all scalar state to step t."""
+        """Advance all scalar state to a step, once for all blocks.
+
+        Args:
+            step: t, from 1.
+            spread: state after step t - 1, updated in place.
+        """
         del step, spread
 
     def next(
@@ -84,9 +133,18 @@ class Geometry(Protocol):
     ) -> Ellipsoid:
         """Return a block of the region of the next step: lines 16 to 20.
 
-        ``region``, the block of this step, is consumed: a new centre and ``inverse`` are written to
-        its memory. ``factor`` is the block's part of a sum. By default, nothing changes, which only
-        a ball may do.
+        By default, nothing changes, which only a ball may do.
+
+        Args:
+            private: private mean g-tilde_t.
+            moments: moments of step t, after the update of theta.
+            region: region of this step. Consumed: a new centre and ``inverse`` are written to its
+                memory.
+            spread: state, whose vectors are updated in place.
+
+        Returns:
+            The block of the next region. Its ``factor`` is the block's part of a sum, see
+            :func:`joined`.
         """
         del private, moments, spread
         return region
@@ -94,22 +152,45 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class Ball(Geometry):
-    """Fixed ball around the origin: DP-SGD, DP-Adam, DP-AdamBC."""
+    """Fixed ball around the origin: DP-SGD, DP-Adam, DP-AdamBC.
 
-    clip_norm: float  # C > 0, the radius
+    In equation (2) of the paper, g-bar = g / max(1, ||g|| / C).
+
+    Attributes:
+        clip_norm: clipping norm C > 0, the radius.
+
+    Example:
+        >>> region, state = Ball(clip_norm=0.5).start(torch.zeros(3))
+        >>> region.scale, state
+        (tensor(0.5000), None)
+    """
+
+    clip_norm: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
-        """Return the ball, which never changes."""
+        """Return the ball, which never changes, and no state."""
         return ball(self.clip_norm, like), None
 
 
 @dataclass(frozen=True)
 class AdaClipEllipsoid(Geometry):
-    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643)."""
+    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643).
 
-    beta1: float  # decay rate of the mean, in [0, 1)
-    beta2: float  # decay rate of the variance, in [0, 1)
-    h1: float  # bounds of the variance of one step, 0 < h1 <= h2
+        m_t = beta1 m_(t-1) + (1 - beta1) g~_t
+        u_t = clamp((g~_t - m_t)^2 - b_(t-1)^2 sigma^2 / B^2, h1, h2)
+        s_t^2 = beta2 s_(t-1)^2 + (1 - beta2) u_t
+        b_t = s_t^(1/2) (sum_j s_(t,j))^(1/2)
+
+    Attributes:
+        beta1: decay rate of the mean, in [0, 1).
+        beta2: decay rate of the variance, in [0, 1).
+        h1: lower bound of the variance of one step, > 0.
+        h2: upper bound of the variance of one step, at least h1.
+    """
+
+    beta1: float
+    beta2: float
+    h1: float
     h2: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
@@ -124,8 +205,9 @@ class AdaClipEllipsoid(Geometry):
         """Update m and s^2, running averages of g~ and clamp((g~ - m)^2 - noise, h1, h2)."""
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
-        variance = private.without_noise(_squares(private.value, region.centre))
-        spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
+        squares = _squares(private.value, region.centre)
+        variance = private.without_noise(squares).clamp_(self.h1, self.h2)
+        spread.s.lerp_(variance, 1 - self.beta2)
         return _scaled(region, spread.s)
 
 
@@ -133,21 +215,38 @@ class AdaClipEllipsoid(Geometry):
 class MacAdamEllipsoid(Geometry):
     """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
 
-    ``kappa`` selects how the variance of the gradient is estimated from s_t:
-        "paper": s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
-        "exact": the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
-        "tracked": (s - psi) / kappa*, where psi is the exact share of the noise in s for any b.
+        u_t = (g~_t - m-hat_t)^2                                                   line 16
+        s_t = beta1 s_(t-1) + (1 - beta1) u_t                                      line 17
+        kappa_t = 2 (beta1 - beta1^t) / (1 + beta1)                                line 18
+        s-hat_t = min(max(s_t / kappa_t - b_(t-1)^2 sigma^2 / B^2, h1), h2)        line 19
+        b_t = s-hat_t^(1/4) (sum_j s-hat_(t,j)^(1/2))^(1/2)                        line 20
+
+    Attributes:
+        beta1: decay rate of s, that of the moments, in [0, 1).
+        h1: lower bound of the estimated variance, > 0.
+        h2: upper bound of the estimated variance, at least h1.
+        kappa: estimate of the variance of the gradient in line 19, from s_t:
+            "paper", s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
+            "exact", the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
+            "tracked", (s - psi) / kappa*, where psi is the exact share of the noise in s for any b.
+
+    Example:
+        >>> geometry = MacAdamEllipsoid(beta1=0.9, h1=1e-6, h2=1e-2, kappa="paper")
+        >>> region, spread = geometry.start(torch.zeros(4))
+        >>> region.scale  # b_0 = 1/d
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
-    beta1: float  # decay rate of s, that of the moments, in [0, 1)
-    h1: float  # bounds of the estimated variance, 0 < h1 <= h2
+    beta1: float
+    h1: float
     h2: float
     kappa: Literal["paper", "exact", "tracked"]
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
-        zeros = torch.zeros_like(like)
-        return ellipsoid(zeros, torch.full_like(like, 1 / like.numel())), Spread(zeros.clone())
+        m_hat = torch.zeros_like(like)
+        b = torch.full_like(like, 1 / like.numel())
+        return ellipsoid(m_hat, b), Spread(torch.zeros_like(like))
 
     def begin(self, step: int, spread: Spread | None) -> None:
         """Update everything that depends only on t, including line 18."""
@@ -163,9 +262,11 @@ class MacAdamEllipsoid(Geometry):
     ) -> Ellipsoid:
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
-        b, beta = private.scale, self.beta1
+        b = private.scale
+        beta = self.beta1
         m_hat = moments.m_hat(beta, out=region.centre)
-        spread.s.lerp_(_squares(private.value, m_hat), 1 - beta)  # lines 16, 17
+        u = _squares(private.value, m_hat)  # line 16
+        spread.s.lerp_(u, 1 - beta)  # line 17
         if self.kappa == "tracked":  # psi has the weights of s, so the difference is one average
             share = (1 - beta) * spread.share * private.noise_ratio**2
             spread.s.addcmul_(b, b, value=-share)
@@ -173,11 +274,13 @@ class MacAdamEllipsoid(Geometry):
         # so small that both are lost in rounding.
         kappa = spread.kappa
         if self.kappa == "tracked" and kappa is not None:  # kappa times the variance: a pass less
-            return _scaled(region, spread.s.clamp(kappa * self.h1, kappa * self.h2), kappa)
+            multiple = spread.s.clamp(kappa * self.h1, kappa * self.h2)
+            return _scaled(region, multiple, kappa)
         variance = torch.zeros_like(b) if kappa is None else spread.s / kappa
         if self.kappa != "tracked":
             private.without_noise(variance)
-        return _scaled(region, variance.clamp_(self.h1, self.h2))  # lines 19, 20
+        s_hat = variance.clamp_(self.h1, self.h2)  # line 19
+        return _scaled(region, s_hat)  # line 20
 
 
 #: Geometries by name: dataclasses whose fields are hyperparameters of the optimizers that use them.
@@ -189,9 +292,19 @@ GEOMETRIES: dict[str, type[Any]] = {
 
 
 def geometry_of(optimizer: Optimizer) -> Geometry:
-    """Return what chooses the region that an optimizer's gradients are clipped to.
+    """Return the geometry that an optimizer names, with its hyperparameters.
 
-    Raises InputError if the optimizer lacks a hyperparameter of the region.
+    Args:
+        optimizer: whose ``clips`` is a key of :data:`GEOMETRIES`, and which has a hyperparameter
+            for each field of that class.
+
+    Raises:
+        InputError: there is no such geometry, or the optimizer lacks a hyperparameter of it.
+
+    Example:
+        >>> from dpmac_cli.optim import OPTIMIZERS
+        >>> geometry_of(OPTIMIZERS["dp-sgd"](clip_norm=2.0))
+        Ball(clip_norm=2.0)
     """
     kind = GEOMETRIES.get(optimizer.clips)
     if kind is None:
@@ -199,46 +312,83 @@ def geometry_of(optimizer: Optimizer) -> Geometry:
             f"{{optimizer=}}{optimizer.name} clips to '{optimizer.clips}'. Set clips to one of "
             f"{', '.join(GEOMETRIES)}."
         )
-    raise_errors(
-        f"{{optimizer=}}{optimizer.name} clips to '{optimizer.clips}', which needs {of.name}. "
-        f"Declare it as a field of the class: {of.name}: float."
-        for of in fields(kind)
-        if of.name not in type(optimizer).model_fields
-    )
-    geometry: Geometry = kind(**{of.name: getattr(optimizer, of.name) for of in fields(kind)})
+    errors: list[str] = []
+    hyperparameters: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in type(optimizer).model_fields:
+            hyperparameters[field.name] = getattr(optimizer, field.name)
+        else:
+            errors.append(
+                f"{{optimizer=}}{optimizer.name} clips to '{optimizer.clips}', which needs "
+                f"{field.name}. Declare it as a field of the class: {field.name}: float."
+            )
+    raise_errors(errors)
+    geometry: Geometry = kind(**hyperparameters)
     return geometry
 
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:
-    """Return (x - y)^2 in one pass."""
+    """Return (x - y)^2 per coordinate, in one pass over memory."""
     return mse_loss(x, y, reduction="none")
 
 
 def _scaled(region: Ellipsoid, variance: Tensor, times: float = 1.0) -> Ellipsoid:
     """Return a block with the scale of line 20: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
-    ``variance`` may be given ``times`` a constant: the sum divided by it gives the same b.
+    Args:
+        region: a block; its ``inverse`` is overwritten by variance^(-1/2).
+        variance: s-hat_t, or s_t^2 of AdaClip, shape (block,), times a constant.
+        times: the constant. The sum divided by it gives the same b.
     """
     inverse = torch.rsqrt(variance, out=region.inverse)
     # Faster than variance.dot(inverse), and rounded less.
-    return replace(region, inverse=inverse, factor=(variance * inverse).sum() / times)
+    roots = variance * inverse
+    return replace(region, inverse=inverse, factor=roots.sum() / times)
 
 
 def paper_kappa(t: int, beta: float) -> float:
-    """Return kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1."""
+    """Return kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1.
+
+    Args:
+        t: step, from 1.
+        beta: decay rate beta1 of s.
+
+    Example:
+        >>> paper_kappa(1, 0.9), round(paper_kappa(100, 0.9), 4)
+        (0.0, 0.9473)
+    """
     return 2 * (beta - beta**t) / (1 + beta)
 
 
 def newest_weight(t: int, beta: float) -> float:
-    """Return c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1."""
+    """Return c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1.
+
+    Args:
+        t: step, from 1.
+        beta: decay rate beta1 of m.
+    """
     return (1 - beta) / (1 - beta**t)
 
 
 def kappa_star(t: int, beta: float, previous: float) -> float:
-    """Return E[s_t] / V for i.i.d. g-tilde of variance V, from its value at t - 1 (0 at t = 0).
+    """Return kappa*_t = E[s_t] / V for i.i.d. g-tilde of variance V.
 
-    Unlike the paper's kappa, it uses the weights of time k instead of time t within each earlier
-    m-hat_k. Its limit is 2 beta^2 / (1 + beta).
+    kappa*_t = beta kappa*_(t-1) + (1 - beta) E[u_t] / V, where E[u_t] / V = 1 - 2 c_t + sum_i c_i^2
+    with the weights c_i of g~_i in m-hat_t. Unlike the paper's kappa (its appendix), it uses the
+    weights of time k instead of time t within each earlier m-hat_k. Its limit is
+    2 beta^2 / (1 + beta).
+
+    Args:
+        t: step, from 1.
+        beta: decay rate beta1 of m and s.
+        previous: kappa*_(t-1); 0 at t = 1.
+
+    Example:
+        >>> kappa = 0.0
+        >>> for t in range(1, 101):
+        ...     kappa = kappa_star(t, 0.9, previous=kappa)
+        >>> round(kappa, 4)
+        0.8526
     """
     if t == 1:
         return 0.0  # m-hat_1 = g~_1, so u_1 = 0; the formula below leaves a rounding error

@@ -32,13 +32,21 @@ WHOLE = 1 << 24
 class NoisyHistogram:
     """Counts of units in cells, with Gaussian noise. Nothing computed from it costs more.
 
-        account.begin(event)  # before the records are read
-        histogram = NoisyHistogram.release(cells, (10,), event, noise)
-
     Attributes:
         counts: counts of all records with noise, float64, one array of shape (cells,) per
             partition; estimates if some were drawn.
         noise: standard deviation of the noise in each count.
+
+    Example:
+        >>> from dpmac_cli.accounting.events import histogram_event
+        >>> from dpmac_cli.randomness.keystream import make_keys
+        >>> from dpmac_cli.randomness.noise import Noise
+        >>> event = histogram_event(2.0)  # an account begins it before the records are read
+        >>> cells = np.array([[0], [2], [2], [1]])  # one partition: each record is in one cell
+        >>> draws = Noise(make_keys(seed=0).counts, secure=True).at(1)
+        >>> histogram = NoisyHistogram.release(cells, (3,), event, draws)
+        >>> histogram.counts[0].shape, histogram.noise
+        ((3,), 2.0)
     """
 
     counts: tuple[NDArray[np.float64], ...]
@@ -76,15 +84,26 @@ class NoisyHistogram:
         sigma = event.noise_multiplier * math.sqrt(len(sizes))
         # The grid divides the counts, so rounding to it adds nothing to the sensitivity.
         mechanism = SecureMechanism(sigma, expected_batch=1)
+        released = mechanism.release(counts, ball(1.0, counts), noise)
         rate = event.sampling_rate
-        noisy = mechanism.release(counts, ball(1.0, counts), noise).value.numpy() / rate
-        return cls(tuple(np.split(noisy, np.cumsum(sizes)[:-1])), sigma / rate)
+        noisy = released.value.numpy() / rate
+        ends = np.cumsum(sizes)
+        by_partition = np.split(noisy, ends[:-1])
+        return cls(tuple(by_partition), sigma / rate)
 
 
 def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int64]:
     """Return the weight of each record in multiples of 1 / WHOLE, shape (records,).
 
     Those of a unit add up to at most WHOLE. A weight depends on the unit's own records only.
+
+    Args:
+        owners: index of each record's unit, shape (records,); None if each record is one.
+        records: number of records.
+
+    Example:
+        >>> weights_of(np.array([0, 1, 1, 1]), 4) / WHOLE  # thirds are rounded down
+        array([1.        , 0.33333331, 0.33333331, 0.33333331])
     """
     if owners is None:
         return np.full(records, WHOLE)
@@ -93,10 +112,23 @@ def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int
 
 
 def count(cells: NDArray[np.int64], size: int, weights: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the sum of weights in each cell as a float64 number, exact, shape (size,)."""
-    inside = cells >= 0
+    """Return the sum of weights in each cell as a float64 number, exact, shape (size,).
+
+    Args:
+        cells: cell of each record, shape (records,); -1 if it is in none.
+        size: number of cells.
+        weights: see :func:`weights_of`, shape (records,).
+
+    Raises:
+        ValueError: there is no such cell.
+
+    Example:
+        >>> count(np.array([0, 2, -1, 2]), 3, np.full(4, WHOLE))
+        array([1., 0., 2.])
+    """
     if (cells >= size).any():
         raise ValueError(f"there are {size} cells, from 0")
+    inside = cells >= 0
     counts = np.zeros(size, np.int64)
     np.add.at(counts, cells[inside], weights[inside])
     return counts / WHOLE

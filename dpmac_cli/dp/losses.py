@@ -1,6 +1,7 @@
 """Per-sample losses: maps from outputs and labels of a batch to one loss per sample.
 
-In training, each is called with the outputs of one sample at a time.
+In training, each is called with the outputs of one sample at a time. No loss has the weights of
+records or classes in it, because clipping would take them away: :mod:`dpmac_cli.dp.weights`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,28 +45,37 @@ FOCUS = 2.0
 #: Error above which the Huber loss is linear; targets are in [-1, 1].
 HUBER = 0.1
 
+#: Cross-entropy of logits, shape (samples, classes), and labels, shape (samples,).
 plain: Loss = partial(cross_entropy, reduction="none")
 
 
 def returned(outputs: Tensor, _: Any) -> Tensor:
-    """Return the outputs of a network that computes its own losses, shape (samples,)."""
+    """Return the outputs of a network that computes its own losses, shape (samples,).
+
+    Args:
+        outputs: one loss per sample.
+        _: labels, which the network has seen.
+    """
     return outputs
 
 
-def _own(outputs: Tensor, _: Tensor) -> Tensor:
+def _next_token(outputs: Tensor, _: Tensor) -> Tensor:
     """Return the losses that are the only outputs of a language model, shape (samples,)."""
     return outputs[:, 0]
 
 
 def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return (output - target)^2, in the shape of both."""
     return mse_loss(outputs, targets, reduction="none")
 
 
 def _huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return error^2 / (2 HUBER) for errors up to HUBER, and |error| - HUBER / 2 above."""
     return huber_loss(outputs, targets, reduction="none", delta=HUBER) / HUBER
 
 
 def _absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return |output - target|, in the shape of both."""
     return l1_loss(outputs, targets, reduction="none")
 
 
@@ -75,17 +85,24 @@ OF_NUMBERS: Mapping[str, Loss] = MappingProxyType(
 )
 
 
-def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each sample's number.
+def _of_numbers(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each sample's number, shape (samples,).
 
-    Raises ModelError for targets of another shape: torch would compare each sample with all others.
+    Args:
+        loss: loss per number, such as :func:`_squared`.
+        outputs: shape (samples, 1).
+        targets: shape (samples, 1).
+
+    Raises:
+        ModelError: targets have another shape: torch would compare each sample with all others.
     """
     if outputs.shape != targets.shape:
         raise ModelError(
             f"The network's outputs have shape {tuple(outputs.shape)}, but the numbers to predict "
             f"{tuple(targets.shape)}. Both need shape (samples, 1)."
         )
-    return each(outputs, targets.to(outputs.dtype)).squeeze(1)
+    losses = loss(outputs, targets.to(outputs.dtype))
+    return losses.squeeze(1)
 
 
 def build_loss(name: str, smoothing: float = 0.0) -> Loss:
@@ -97,19 +114,25 @@ def build_loss(name: str, smoothing: float = 0.0) -> Loss:
             above :data:`HUBER`, or "quantile:Q", the absolute error, of which weights make the
             Q-quantile; "next-token", which a language model computes itself.
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
+
+    Example:
+        >>> loss = build_loss("mse")
+        >>> loss(torch.tensor([[0.5], [1.0]]), torch.tensor([[0.0], [1.0]]))
+        tensor([0.2500, 0.0000])
     """
     kind, _, _ = name.partition(":")
     if kind in FUNCTIONS:
         return FUNCTIONS[kind]
     if kind == "next-token":
-        return _own
+        return _next_token
     if kind in OF_NUMBERS:
         return partial(_of_numbers, OF_NUMBERS[kind])
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         losses = cross_entropy(outputs, labels, label_smoothing=smoothing, reduction="none")
         if name == "focal":
-            losses = (1 - torch.exp(-plain(outputs, labels))) ** FOCUS * losses
+            probability = torch.exp(-plain(outputs, labels))  # of the label
+            losses = (1 - probability) ** FOCUS * losses
         return losses
 
     return loss
@@ -132,21 +155,20 @@ def build_weights(name: str, weights: Sequence[float], device: torch.device) -> 
 def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
     """Reject a user-supplied loss on examples of outputs and labels, which are not private.
 
-    In training it is called with the outputs of one sample, shape (1, outputs), and its label.
-    Raises ModelError if it fails, does not return one finite number per sample, or returns other
-    values for a batch, or for the same sample again.
+    In training it is called with the outputs of one sample and its label.
+
+    Args:
+        loss: the loss.
+        outputs: made-up outputs, shape (samples, outputs).
+        labels: made-up labels, shape (samples, ...).
+
+    Raises:
+        ModelError: the loss fails, does not return one finite number per sample, or returns other
+            values for a batch, or for the same sample again.
     """
-
-    def of_one(output: Tensor, label: Tensor) -> Tensor:
-        with torch.enable_grad(), WeightsApart():
-            return loss(output, label).reshape(())
-
-    def alone() -> Tensor:
-        pairs = zip(torch.split(outputs, 1), torch.split(labels, 1), strict=True)
-        return torch.stack([of_one(*pair) for pair in pairs])
-
     try:
-        found, again = alone(), alone()
+        losses = _one_by_one(loss, outputs, labels)
+        again = _one_by_one(loss, outputs, labels)
     except ModelError:
         raise
     except Exception as failure:
@@ -159,23 +181,44 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
             f"label of shape {(1, *labels.shape[1:])}: {what_failed(failure)} {remedy}"
         ) from failure
-    if not (found.is_floating_point() and bool(found.isfinite().all()) and found.equal(again)):
+    finite = losses.is_floating_point() and bool(losses.isfinite().all())
+    if not (finite and losses.equal(again)):
         raise ModelError(
             "The loss must return one finite real number per sample, the same for the same sample. "
             "It must not store anything between calls or use random numbers. With ignore_index "
             "use reduction='sum', with which a sample whose label is ignored adds nothing."
         )
+    _check_batch(loss, outputs, labels, losses)
+
+
+def _one_by_one(loss: Loss, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses of samples, each of which the loss is called with alone."""
+    losses = []
+    for output, label in zip(torch.split(outputs, 1), torch.split(labels, 1), strict=True):
+        with torch.enable_grad(), WeightsApart():
+            losses.append(loss(output, label).reshape(()))
+    return torch.stack(losses)
+
+
+def _check_batch(loss: Loss, outputs: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """Raise ModelError if a batch has a result that is not one of its samples' ``losses``.
+
+    A result for a batch may be the losses, their mean or their sum. It may also fail, or have
+    another shape: a loss may be written for one sample, and is called with one.
+    """
     apart = WeightsApart(len(outputs))
     try:
         with apart:
-            whole = loss(outputs, labels)
+            of_batch = loss(outputs, labels)
     except Exception:  # noqa: BLE001  (it may be written for one sample, and is called with one)
         return
     if apart.weights is not None:
-        found = found * relative(bounded(apart.weights).value).to(found.dtype)
-    expected = (found,) if whole.ndim else (found.mean(), found.sum())
-    same = (torch.allclose(whole, of, 1e-4, 1e-6) for of in expected if whole.shape == of.shape)
-    if whole.shape == expected[0].shape and not any(same):
+        factors = relative(bounded(apart.weights).value)
+        losses = losses * factors.to(losses.dtype)
+    expected = [losses] if of_batch.ndim else [losses.mean(), losses.sum()]
+    if of_batch.shape != expected[0].shape:
+        return
+    if not any(torch.allclose(of_batch, value, 1e-4, 1e-6) for value in expected):
         raise ModelError(
             "The loss computes something else for a batch than for one sample at a time, and dpmac "
             "computes it for each sample alone, which bounds its influence. Remove operations "

@@ -1,4 +1,17 @@
-"""Gaussian mechanism: from a clipped sum to the private mean, the only output from the data."""
+"""Gaussian mechanism: from a clipped sum to the private mean, the only output from the data.
+
+Lines 9 to 11 of Algorithm 1, for the ellipsoid with centre m = m-hat_(t-1) and scale b = b_(t-1):
+
+    z_t ~ N(0, sigma^2 / B^2 I)                               line 9
+    w~_t = 1/B sum_i w-bar_i + z_t                            line 10
+    g~_t = b w~_t + m                                         line 11
+
+Here sums are kept in gradient space, so b w-bar_i = c_i (g_i - m) is what is added up. A mean of
+records would have a private divisor, the number drawn; B is the expected number, which is public.
+
+Out of scope: how the sum is clipped (:mod:`dpmac_cli.dp.clipping.clipped_sum`), and the privacy
+cost (:mod:`dpmac_cli.accounting`), which needs sigma and the sampling rate only.
+"""
 
 import math
 from dataclasses import dataclass
@@ -21,16 +34,30 @@ class Ellipsoid:
     """Clipping region {g : ||(g - m) / b||_2 <= 1}, public before a step begins.
 
     Stored as A = 1/b^2, which norms need. As in line 20 of Algorithm 1, it is a vector and a
-    factor, so another factor needs no pass over the vector.
+    factor, so another factor needs no pass over the vector:
+
+        b = sqrt(factor / inverse).
+
+    Attributes:
+        centre: m, shape (d,); or 0, shape (), for a ball around the origin.
+        inverse: factor / b^2, above 0, shape (d,); shape () for a ball.
+        factor: above 0, shape ().
+
+    Example:
+        >>> region = ellipsoid(centre=torch.zeros(2), scale=torch.tensor([1.0, 0.5]))
+        >>> region.scale
+        tensor([1.0000, 0.5000])
+        >>> region.is_ball
+        False
     """
 
-    centre: Tensor  # m, (d,); or () and 0 for a ball about the origin
-    inverse: Tensor  # factor / b^2, > 0, (d,); or () for a ball
-    factor: Tensor  # > 0, ()
+    centre: Tensor
+    inverse: Tensor
+    factor: Tensor
 
     @property
     def is_ball(self) -> bool:
-        """Return whether one number scales all coordinates and the centre is the origin."""
+        """Return whether one number scales all coordinates, and the centre is the origin."""
         return self.inverse.ndim == 0
 
     @property
@@ -40,15 +67,29 @@ class Ellipsoid:
 
 
 def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
-    """Return the ellipsoid with centre m and scale b, shape (d,) each."""
+    """Return the ellipsoid with a centre and a scale per coordinate.
+
+    Args:
+        centre: m, shape (d,). Not copied.
+        scale: b > 0, shape (d,).
+    """
     return Ellipsoid(centre, scale.square().reciprocal_(), torch.ones_like(scale[0]))
 
 
 def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
-    """Return the ball of radius C as an ellipsoid with the dtype and device of ``like``.
+    """Return the ball of radius C around the origin, as an ellipsoid.
 
-    Raises InputError unless C is a positive number, and 1/C^2 fits into the dtype: a ball with 0
-    instead would clip nothing.
+    Args:
+        radius: C.
+        like: a vector with the dtype and device of theta; None for float32 on the CPU.
+
+    Raises:
+        InputError: C is not a positive number, or 1/C^2 does not fit into the dtype: a ball with 0
+            instead would clip nothing.
+
+    Example:
+        >>> ball(2.0).scale
+        tensor(2.)
     """
     one = torch.ones(()) if like is None else torch.ones_like(like[0])
     largest = torch.finfo(one.dtype).tiny ** -0.5
@@ -62,19 +103,34 @@ def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """Noisy mean gradient of one step. Anything computed from it has no further privacy cost."""
+    """Noisy mean gradient of one step. Anything computed from it has no further privacy cost.
 
-    value: Tensor  # g-tilde_t, (d,)
-    scale: Tensor  # scale b of the noise; (d,), or () for a ball. Public
-    noise_ratio: float  # sigma / B
+    It is the argument of every optimizer and geometry, and all that they see of the records.
+
+    Attributes:
+        value: g-tilde_t, shape (d,), or a block of it.
+        scale: scale b of the noise, in the shape of ``value``; shape () for a ball. Public.
+        noise_ratio: sigma / B, public. The noise of a coordinate has standard deviation b sigma/B.
+    """
+
+    value: Tensor
+    scale: Tensor
+    noise_ratio: float
 
     @property
     def noise_variance(self) -> Tensor:
-        """Return the variance of the noise per coordinate, b^2 sigma^2 / B^2, in the shape of b."""
+        """Return the variance of the noise per coordinate, b^2 sigma^2 / B^2, in the shape of b.
+
+        It is Phi of DP-AdamBC (Tang et al. 2023) for a ball, where b = C.
+        """
         return (self.scale * self.noise_ratio).square_()
 
     def without_noise(self, variance: Tensor) -> Tensor:
-        """Subtract the variance of the noise from ``variance``, in place; shape (d,), as for b."""
+        """Subtract the variance of the noise, in place, and return the result: line 19.
+
+        Args:
+            variance: estimate of the variance of g-tilde, shape (d,), or a block of it.
+        """
         return variance.addcmul_(self.scale, self.scale, value=-(self.noise_ratio**2))
 
 
@@ -86,26 +142,43 @@ class GaussianMechanism:
     record, for every ellipsoid. Adding noise of standard deviation sigma is therefore a Gaussian
     mechanism with noise multiplier sigma.
 
-    Raises InputError for other numbers than these: a sigma that is NaN would add no noise.
+    Attributes:
+        noise_multiplier: sigma, at least 0. Without noise there is no guarantee.
+        expected_batch: B, above 0. The size of the batch that was drawn is private, and never used.
+
+    Raises:
+        InputError: a number is out of range: a sigma that is NaN would add no noise.
+
+    Example:
+        >>> from dpmac_cli.randomness.keystream import make_keys
+        >>> from dpmac_cli.randomness.noise import Noise
+        >>> noise = Noise(make_keys(seed=0).noise)
+        >>> mechanism = GaussianMechanism(noise_multiplier=0.0, expected_batch=4)  # no noise
+        >>> clipped = torch.tensor([2.0, -1.0])
+        >>> mechanism.release(clipped, ball(1.0, clipped), noise.at(1)).value
+        tensor([ 0.5000, -0.2500])
     """
 
-    noise_multiplier: float  # sigma >= 0
-    expected_batch: float  # B > 0. The size of the batch drawn is private and never used
+    noise_multiplier: float
+    expected_batch: float
 
     def __post_init__(self) -> None:
-        numbers = {"noise_multiplier": self.noise_multiplier, "expected_batch": self.expected_batch}
-        raise_errors(
-            f"{name} must be a number {said}, not {numbers[name]!r}."
-            for name, said, valid in (
-                ("noise_multiplier", "of at least 0", self.noise_multiplier >= 0),
-                ("expected_batch", "above 0", self.expected_batch > 0),
-            )
-            if not (valid and math.isfinite(numbers[name]))
-        )
+        sigma, batch = self.noise_multiplier, self.expected_batch
+        errors = []
+        if not (math.isfinite(sigma) and sigma >= 0):
+            errors.append(f"noise_multiplier must be a number of at least 0, not {sigma!r}.")
+        if not (math.isfinite(batch) and batch > 0):
+            errors.append(f"expected_batch must be a number above 0, not {batch!r}.")
+        raise_errors(errors)
 
     @classmethod
     def of(cls, event: TrainingEvent, expected_batch: float) -> Self:
-        """Return the mechanism of each step of an event."""
+        """Return the mechanism of each step of an event.
+
+        Args:
+            event: event of the steps, which has sigma.
+            expected_batch: B.
+        """
         return cls(event.noise_multiplier, expected_batch)
 
     @property
@@ -114,7 +187,7 @@ class GaussianMechanism:
         return self.noise_multiplier > 0
 
     def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
-        """Add noise to the clipped sum and convert it to a mean gradient.
+        """Add noise to the clipped sum, and convert it to a mean gradient: lines 9 to 11.
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
@@ -123,21 +196,29 @@ class GaussianMechanism:
                 In float64 if chunks were added up: it is rounded after the noise is added.
             region: ellipsoid that the sum was clipped to.
             noise: fresh random numbers, used only here.
+
+        Returns:
+            g-tilde_t in the shape of ``clipped`` and the dtype of ``region``, which is private.
         """
-        value, b = clipped, region.scale
+        value = clipped
+        b = region.scale
         self._add_noise(value, b, noise)
         # b w-tilde_t, line 10, kept in gradient space, and line 11.
         mean = torch.add(region.centre, value, alpha=1 / self.expected_batch)
         return PrivateMean(mean.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
 
     def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
-        """Add sigma b z to the sum in place: line 9 in gradient space."""
+        """Add sigma b z to the sum in place: line 9 in gradient space, with z ~ N(0, I)."""
         if self.noisy:
             z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
             value.addcmul_(z, b, value=self.noise_multiplier)
 
     def rounding(self, size: int) -> float:
-        """Return a bound on what rounding adds to the sensitivity 1, for ``size`` coordinates."""
+        """Return a bound on what rounding adds to the sensitivity 1.
+
+        Args:
+            size: number of coordinates.
+        """
         return 0.0
 
 
@@ -149,13 +230,25 @@ class SecureMechanism(GaussianMechanism):
     arXiv 2207.13793). Adding rounded noise to a rounded sum equals rounding the rounded sum plus
     noise. That is post-processing of a Gaussian mechanism, whose sensitivity grows by at most
     GRID sqrt(d) from rounding the sum. All computations use float64, even for float32 sums.
+
+    With b = 1 and k = GRID: g~ = k (round(sum / k) + round(sigma z / k)) / B + m.
     """
 
     def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
-        value.copy_(self.whitened(value, b, noise)).mul_(b)
+        whitened = self.whitened(value, b, noise)
+        value.copy_(whitened).mul_(b)
 
     def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
-        """Return the noisy sum on the grid in float64, in the shape of ``clipped`` (consumed)."""
+        """Return the noisy sum in whitened space, on the grid.
+
+        Args:
+            clipped: see :meth:`release`. Consumed.
+            b: scale of the region, shape (d,) or ().
+            noise: fresh random numbers, used only here.
+
+        Returns:
+            Multiples of :data:`GRID`, float64, in the shape of ``clipped``.
+        """
         total = clipped.double().div_(b * GRID).round_()
         if self.noisy:
             z = noise.standard_normal(torch.empty_like(total))

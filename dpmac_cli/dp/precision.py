@@ -9,7 +9,8 @@ end.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,48 +18,79 @@ import torch
 #: from the first of all.
 PLACES = (
     ("generic", "all"),
-    *(
-        (backend, kind)
-        for backend in ("cuda", "mkldnn")
-        for kind in ("all", "matmul", "conv", "rnn")
-    ),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
 )
 #: Kinds of devices that networks run on.
 DEVICES = ("cpu", "cuda")
 _OF_TORCH: Any = torch._C
-#: Switches of torch that choose kernels, by the ends of the names of their getters and setters.
+#: Switches of torch that choose kernels: the ends of the names of getter and setter of each.
 SWITCHES = {
-    **{name: name for name in ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")},
-    **{name: name for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")},
-    **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in ("flash", "mem_efficient", "math")},
+    "mkldnn_enabled": "mkldnn_enabled",
+    "mkldnn_deterministic": "mkldnn_deterministic",
+    "nnpack_enabled": "nnpack_enabled",
+    "cudnn_enabled": "cudnn_enabled",
+    "cudnn_benchmark": "cudnn_benchmark",
+    "cudnn_deterministic": "cudnn_deterministic",
+    "flash_sdp_enabled": "sdp_use_flash",
+    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
+    "math_sdp_enabled": "sdp_use_math",
     "cudnn_sdp_enabled": "sdp_use_cudnn",
 }
 
 
 def _deterministic() -> tuple[bool, bool]:
+    """Return whether algorithms must be deterministic, and whether others only cause a warning."""
     on: bool = _OF_TORCH._get_deterministic_algorithms()
     return on, _OF_TORCH._get_deterministic_algorithms_warn_only()
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    """Set what :func:`_deterministic` returns."""
+    on, warn_only = value
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
-#: Settings besides precision that decide how results are rounded, and what reads and sets them.
-SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "deterministic algorithms": (_deterministic, _set_deterministic),
-    **{
-        name: (getattr(_OF_TORCH, f"_get_{name}"), getattr(_OF_TORCH, f"_set_{end}"))
-        for name, end in SWITCHES.items()
-    },
-}
+#: Returns the value of a setting of torch.
+Read: TypeAlias = Callable[[], Any]
+#: Sets the value.
+Write: TypeAlias = Callable[[Any], Any]
+
+
+def _settings() -> dict[str, tuple[Read, Write]]:
+    """Return the functions that read and write each setting, by its name in messages."""
+    settings: dict[str, tuple[Read, Write]] = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "threads": (torch.get_num_threads, torch.set_num_threads),
+        "deterministic algorithms": (_deterministic, _set_deterministic),
+    }
+    for getter, setter in SWITCHES.items():
+        read = getattr(_OF_TORCH, f"_get_{getter}")
+        write = getattr(_OF_TORCH, f"_set_{setter}")
+        settings[getter] = (read, write)
+    return settings
+
+
+#: Settings besides precision that decide how results are rounded.
+SETTINGS: Mapping[str, tuple[Read, Write]] = MappingProxyType(_settings())
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Values of :data:`SETTINGS`."""
+    """Values of :data:`SETTINGS` at some time, in their order.
+
+    A network is tried with those of the start, and every step computes with them: the number of
+    threads, for example, decides which rows share a kernel's rest.
+
+    Attributes:
+        values: one for each setting.
+    """
 
     values: tuple[Any, ...]
 
@@ -78,20 +110,28 @@ class Arithmetic:
 def full_float32(settings: Arithmetic | None = None) -> Iterator[None]:
     """Compute in full float32, outside of autocast and inference mode, and restore the settings.
 
-    ``settings`` are those inside; None for the current ones.
+    Args:
+        settings: settings inside the block; None for the current ones.
+
+    Example:
+        >>> with torch.autocast("cpu"), full_float32():
+        ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> product.dtype
+        torch.float32
     """
-    around, wanted = contextlib.ExitStack(), settings or Arithmetic.now()
-    with around:
-        around.enter_context(_ieee())
+    inside = settings or Arithmetic.now()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ieee())
         if torch.is_inference_mode_enabled():
-            around.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.inference_mode(False))
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
-                around.enter_context(torch.autocast(device, enabled=False))
-        for (read, write), value in zip(SETTINGS.values(), wanted.values, strict=True):
-            if (found := read()) != value:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        for (read, write), value in zip(SETTINGS.values(), inside.values, strict=True):
+            before = read()
+            if before != value:
                 write(value)
-                around.callback(write, found)
+                stack.callback(write, before)
         yield
 
 
@@ -104,11 +144,11 @@ def _ieee() -> Iterator[None]:
     changed: list[tuple[tuple[str, str], str]] = []
     try:
         for place in PLACES:
-            found = _OF_TORCH._get_fp32_precision_getter(*place)
-            if found != "ieee":
-                changed.append((place, found))
+            precision = _OF_TORCH._get_fp32_precision_getter(*place)
+            if precision != "ieee":
+                changed.append((place, precision))
                 _OF_TORCH._set_fp32_precision_setter(*place, "ieee")
         yield
     finally:
-        for place, found in changed:
-            _OF_TORCH._set_fp32_precision_setter(*place, found)
+        for place, precision in changed:
+            _OF_TORCH._set_fp32_precision_setter(*place, precision)

@@ -1,4 +1,8 @@
-"""Classify torch failures: out of memory, device lost, error in user code, or a bug in dpmac."""
+"""Classify torch failures: out of memory, device lost, error in user code, or a bug in dpmac.
+
+Messages of failures in user code may quote private records, and numbers of samples are private, so
+neither is repeated: the error says the type, the place in the code, and the shape of one sample.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -37,28 +41,41 @@ OUT_OF_RANGE = (
 
 
 def out_of_memory(failure: BaseException) -> bool:
-    """Return whether memory ran out, on a GPU or for torch or Python on the CPU."""
+    """Return whether memory ran out, on a GPU or for torch or Python on the CPU.
+
+    Example:
+        >>> out_of_memory(MemoryError()), out_of_memory(ValueError("CUDA error: out of memory"))
+        (True, False)
+    """
     return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or _says(failure, NO_MEMORY)
 
 
 def device_lost(failure: BaseException) -> bool:
-    """Return whether a GPU stopped working."""
+    """Return whether a GPU stopped working, after which every later operation fails, too."""
     return isinstance(failure, torch.AcceleratorError) or _says(failure, NO_DEVICE)
 
 
 def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
-    kinds = RuntimeError, IndexError
-    return isinstance(failure, kinds) and any(word in str(failure) for word in words)
+    """Return whether torch's message has one of some words."""
+    if not isinstance(failure, (RuntimeError, IndexError)):
+        return False
+    message = str(failure)
+    return any(word in message for word in words)
 
 
 @contextmanager
-def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
-    """Convert a failure of a network on a batch of tensors, (samples, ...), to a ModelError.
-
-    ``what`` names the network, or another function of records.
+def code_of_network(batch: Any, subject: str = "The network") -> Iterator[None]:
+    """Convert a failure of user code on records to a ModelError, for the block below ``with``.
 
     The error contains neither the original message, which may quote private records, nor the
     number of samples, which is private.
+
+    Args:
+        batch: tensors that the code gets, shape (samples, ...) each.
+        subject: of the message: the network, or another function of records.
+
+    Raises:
+        ModelError: the code failed. Failures of memory and of the device pass unchanged.
     """
     try:
         yield
@@ -67,10 +84,11 @@ def code_of_network(batch: Any, what: str = "The network") -> Iterator[None]:
     except (Exception, SystemExit) as failure:
         if out_of_memory(failure) or device_lost(failure):
             raise
-        shapes = [tuple(t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        shapes = [str(tuple(t.shape[1:])) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+        remedy = OUT_OF_RANGE if _says(failure, INDEX) else ""
         raise ModelError(
-            f"{what} failed on samples of shape {', '.join(map(str, shapes))}: "
-            f"{type_and_place(failure)}. {OUT_OF_RANGE if _says(failure, INDEX) else ''}"
+            f"{subject} failed on samples of shape {', '.join(shapes)}: "
+            f"{type_and_place(failure)}. {remedy}"
             "Its message may contain private records, so it is not repeated. On the command line, "
             "dpmac train --debug shows it; in a program, it is the __cause__ of this error."
         ) from failure
@@ -81,6 +99,9 @@ def code_of_task() -> Iterator[None]:
     """Convert a failure of a task's code on records to a ModelError, without the original message.
 
     For tasks and metrics that a program registers: see :func:`code_of_network`.
+
+    Raises:
+        ModelError: the code failed.
     """
     try:
         yield
@@ -99,13 +120,23 @@ def what_failed(failure: BaseException) -> str:
     """Return the type, location and first line of an exception, as a sentence.
 
     For code that has seen no record, which such a line may quote: see :func:`type_and_place`.
+
+    Example:
+        >>> what_failed(ValueError("a size is missing"))
+        'ValueError: a size is missing.'
     """
-    first, *_ = str(failure).splitlines() or [""]
-    return as_sentence(f"{type_and_place(failure)}{': ' if first else ''}{first}")
+    lines = str(failure).splitlines()
+    sentence = type_and_place(failure)
+    if lines and lines[0]:
+        sentence = f"{sentence}: {lines[0]}"
+    return as_sentence(sentence)
 
 
 def type_and_place(failure: BaseException) -> str:
-    """Return the type and location of an exception, without what it says of a record."""
+    """Return the type and location of an exception, without its message.
+
+    For code that has seen records: the message may quote them.
+    """
     return f"{type(failure).__name__}{_place(failure)}"
 
 
@@ -115,40 +146,56 @@ def mixes_dtypes(failure: BaseException) -> bool:
 
 
 def differentiates(failure: BaseException) -> bool:
-    """Return whether user code called torch.autograd.grad or backward, which failed."""
-    ours, by_user = Path(dpmac_cli.__path__[0]), False
+    """Return whether user code called torch.autograd.grad or backward, which failed.
+
+    dpmac calls them itself, so the caller decides: the last frame outside torch before autograd's.
+    """
+    package = Path(dpmac_cli.__path__[0])
+    torch_package = Path(torch.__path__[0])
+    autograd = Path(torch.autograd.__file__)
+    called_by_user = False
     for frame in extract_tb(failure.__traceback__):
         file = Path(frame.filename)
-        if file == Path(torch.autograd.__file__):
-            return by_user
-        if Path(torch.__path__[0]) not in file.parents:
-            by_user = ours not in file.parents
+        if file == autograd:
+            return called_by_user
+        if torch_package not in file.parents:
+            called_by_user = package not in file.parents
     return False
 
 
 def _place(failure: BaseException) -> str:
-    """Return the last line of user code that ran, such as " at net.py, line 3"."""
-    others = {Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)}
+    """Return the last line of user code that ran, such as " at net.py, line 3"; "" for none."""
+    libraries = {Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)}
     for frame in reversed(extract_tb(failure.__traceback__)):
         file = Path(frame.filename)
-        if not frame.filename.startswith("<") and others.isdisjoint(file.parents):
+        generated = frame.filename.startswith("<")
+        if not generated and libraries.isdisjoint(file.parents):
             return f" at {file.name}, line {frame.lineno}"
     return ""
 
 
 @contextmanager
 def torch_failures_explained() -> Iterator[None]:
-    """Convert out-of-memory errors and a lost device to a RunError with a remedy."""
+    """Convert out-of-memory errors and a lost device to a RunError with a remedy.
+
+    Raises:
+        RunError: memory ran out, or the device failed. Other failures pass unchanged.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as failure:
-        why = (str(failure) or type(failure).__name__).splitlines()[0]
+        words = str(failure) or type(failure).__name__
+        reason = words.splitlines()[0]
         if out_of_memory(failure):
-            said = (
-                f"Memory ran out ({why}). Free some memory, or use a smaller {{model}} or another"
+            message = (
+                f"Memory ran out ({reason}). Free some memory, or use a smaller {{model}} or "
+                "another {device}."
             )
         elif device_lost(failure):
-            said = f"The device failed ({why}). Check whether it still works, or use another"
+            message = (
+                f"The device failed ({reason}). Check whether it still works, or use another "
+                "{device}."
+            )
         else:
             raise
-        raise RunError(f"{said} {{device}}.") from failure
+        raise RunError(message) from failure

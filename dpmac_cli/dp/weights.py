@@ -51,21 +51,37 @@ class Weights(NamedTuple):
     cut: Tensor
 
 
-def bounded(found: Tensor) -> Weights:
-    """Return numbers as weights in [0, 1], whatever they are; NaN becomes 0."""
-    given = found.detach().double()
-    value = torch.nan_to_num(given, nan=0.0).clamp(0.0, 1.0)
-    return Weights(value, given != value)
+def bounded(numbers: Tensor) -> Weights:
+    """Return numbers as weights in [0, 1], whatever they are; NaN becomes 0.
+
+    Args:
+        numbers: shape (samples,).
+
+    Example:
+        >>> weights = bounded(torch.tensor([0.5, 2.0, float("nan")]))
+        >>> weights.value.tolist(), weights.cut.tolist()
+        ([0.5, 1.0, 0.0], [False, True, True])
+    """
+    exact = numbers.detach().double()
+    value = torch.nan_to_num(exact, nan=0.0).clamp(0.0, 1.0)
+    return Weights(value, exact != value)
 
 
 def equal_weights(losses: Tensor) -> Weights:
-    """Return weight 1 for each loss, in the shape of the losses."""
+    """Return weight 1 for each loss, in the shape of the losses, none of them cut."""
     ones = torch.ones_like(losses, dtype=torch.float64)
     return Weights(ones, torch.zeros_like(losses, dtype=torch.bool))
 
 
 def relative(weights: Tensor) -> Tensor:
-    """Return weights in [0, 1], shape (..., rows), divided by their mean; 0 if all are 0."""
+    """Return weights in [0, 1], shape (..., rows), divided by their mean; 0 if all are 0.
+
+    The mean of losses with these factors is the mean with weights, sum w l / sum w.
+
+    Example:
+        >>> relative(torch.tensor([1.0, 0.5, 0.0]))
+        tensor([2., 1., 0.])
+    """
     mean = weights.mean(-1, keepdim=True)
     return torch.where(mean > 0, weights / mean, 0.0)
 
@@ -85,7 +101,17 @@ def of_unit(losses: Tensor, rows: Weights) -> tuple[Tensor, Weights]:
 
 
 def of_classes(weights: Sequence[float], device: torch.device) -> Weigh:
-    """Return the weights of classes, divided by the largest, for labels of shape (rows,)."""
+    """Return the weights of classes as a function of labels.
+
+    Args:
+        weights: public weights of the classes, above 0. They are divided by the largest.
+        device: device of the labels, which have shape (rows,).
+
+    Example:
+        >>> weigh = of_classes([1.0, 4.0], torch.device("cpu"))
+        >>> weigh((), torch.tensor([1, 0]), torch.empty(0)).tolist()
+        [1.0, 0.25]
+    """
     table = torch.tensor(weights, dtype=torch.float64, device=device)
     table = table / table.max()
 
@@ -101,8 +127,13 @@ def of_quantile(level: float) -> Weigh:
     The pinball loss (Koenker and Bassett 1978) is the absolute error times ``level`` where the
     target is above the prediction, and times 1 - ``level`` below it. Divided by the larger of both.
     Outputs and targets have shape (rows, 1).
+
+    Args:
+        level: Q in (0, 1): a share Q of the targets is below the predictions.
     """
-    above, below = (share / max(level, 1 - level) for share in (level, 1 - level))
+    largest = max(level, 1 - level)
+    above = level / largest
+    below = (1 - level) / largest
 
     def weigh(_: Batch, targets: Tensor, outputs: Tensor) -> Tensor:
         return torch.where(targets > outputs, above, below).squeeze(1)
@@ -111,45 +142,56 @@ def of_quantile(level: float) -> Weigh:
 
 
 class RecordWeights:
-    """Weights that a program gives, called on one record at a time.
+    """Weights that a program computes, called on one record at a time.
+
+    A weight is a public function of one record. It is divided by the largest one, which the program
+    states: the largest of the records would be private.
 
     Args:
         function: returns one weight per row, from the inputs, or from inputs and labels.
-        largest: number by which weights are divided.
-        arguments: names of what the function takes, for messages.
+        largest: number by which weights are divided, above 0.
+        arguments: names of the function's arguments, for messages.
 
-    Raises InputError if the arguments cannot be used.
+    Raises:
+        InputError: an argument cannot be used.
     """
 
     def __init__(self, function: Callable[..., Tensor], largest: float, *arguments: str) -> None:
-        raise_errors(
-            fault
-            for fault, wrong in (
-                (
-                    f"weights must be a function weights({', '.join(arguments)}) that returns one "
-                    f"weight per record, not a {type(function).__name__}.",
-                    not callable(function),
-                ),
-                (
-                    f"largest_weight must be a number above 0, not {largest!r}.",
-                    not (isinstance(largest, (int, float)) and 0 < largest < math.inf),
-                ),
+        errors = []
+        anything: Any = function  # a program's mistake may be of any type
+        if not callable(anything):
+            errors.append(
+                f"weights must be a function weights({', '.join(arguments)}) that returns one "
+                f"weight per record, not a {type(function).__name__}."
             )
-            if wrong
-        )
-        self._function, self._largest, self._arguments = function, largest, arguments
+        if not (isinstance(largest, (int, float)) and 0 < largest < math.inf):
+            errors.append(f"largest_weight must be a number above 0, not {largest!r}.")
+        raise_errors(errors)
+        self._function = function
+        self._largest = largest
+        self._arguments = arguments
 
     @property
     def name(self) -> str:
-        """Return the module and the name of the function."""
-        named: Any = self._function
-        return f"{named.__module__}:{getattr(named, '__qualname__', type(named).__qualname__)}"
+        """Return the module and the name of the function, for the report."""
+        function: Any = self._function
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{function.__module__}:{name}"
 
     def check_example(self, x: Batch, y: Batch) -> None:
-        """Raise InputError if the weight of a row of a public example is not in [0, largest]."""
+        """Compute the weights of a public example.
+
+        Args:
+            x: inputs of the example.
+            y: its labels.
+
+        Raises:
+            InputError: the weight of a row is not in [0, largest].
+        """
+        outputs = torch.empty(0)  # which no weights of a program see
         for i in range(samples_in(x)):
-            row = map_rows(itemgetter(slice(i, i + 1)), x), map_rows(itemgetter(slice(i, i + 1)), y)
-            weight = self(*row, torch.empty(0))
+            row = itemgetter(slice(i, i + 1))
+            weight = self(map_rows(row, x), map_rows(row, y), outputs)
             if bool(bounded(weight).cut):
                 raise InputError(
                     f"Row {i} of the example has the weight {float(weight) * self._largest:g}, but "
@@ -158,13 +200,23 @@ class RecordWeights:
                 )
 
     def __call__(self, x: Batch, y: Batch, outputs: Tensor) -> Tensor:
-        """Return the weights of rows, divided by the largest one. Raises ModelError."""
+        """Return the weights of rows, divided by the largest one, float64, shape (rows,).
+
+        Args:
+            x: inputs.
+            y: labels.
+            outputs: not used: see :data:`Weigh`.
+
+        Raises:
+            ModelError: the function failed, or did not return one real number per row.
+        """
         del outputs
-        rows, given = samples_in(x), (x, y)[: len(self._arguments)]
+        rows = samples_in(x)
+        arguments = (x, y)[: len(self._arguments)]
         called = f"weights({', '.join(self._arguments)})"
         try:
             # What it writes to its copy is lost, so that no record changes the weight of another.
-            found: Any = copy.deepcopy(self._function)(*given)
+            weights: Any = copy.deepcopy(self._function)(*arguments)
         except Exception as failure:
             if "vmap" in str(failure):
                 raise  # a function of one record that vmap cannot run, which has a remedy
@@ -172,13 +224,15 @@ class RecordWeights:
                 f"{called} failed on one record: {type_and_place(failure)}. It is called with one "
                 f"record at a time, and returns its weight, a tensor of shape ({rows},)."
             ) from failure
-        if not isinstance(found, Tensor) or found.numel() != rows or found.is_complex():
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        is_tensor = isinstance(weights, Tensor)
+        if not is_tensor or weights.numel() != rows or weights.is_complex():
+            shape = tuple(weights.shape) if is_tensor else type(weights).__name__
             raise ModelError(
                 f"{called} returned {shape} for {rows} record{'s' * (rows > 1)}. It must return "
                 f"one weight for each record, a tensor of shape ({rows},)."
             )
-        return found.reshape(rows).double() / self._largest
+        numbers: Tensor = weights.reshape(rows).double()
+        return numbers / self._largest
 
 
 #: Losses of torch with a weight for each number, which is one of the record if it has one number.
@@ -205,15 +259,24 @@ TAKEN: Mapping[Callable[..., Tensor], str] = MappingProxyType(
 class WeightsApart(TorchFunctionMode):
     """Computes losses of torch without their class weights, and notes the weights of the rows.
 
-        with WeightsApart() as apart:
-            losses = torch.nn.CrossEntropyLoss(weight=weight)(outputs, labels)
-        apart.weights  # of the labels, divided by the largest; None if no loss had weights
-
     Args:
         rows: number of rows of a record: 1, or those of a unit.
         scale: factor on losses that had weights, for :func:`check_alone`.
 
-    Raises ModelError in the block for weights that no weight of a record can replace.
+    Attributes:
+        weights: weights of the rows, divided by the largest weight of a class, float64, shape
+            (rows,); None if no loss had weights.
+        taken: name of torch's function that had them; "" for none.
+
+    Raises:
+        ModelError: in the block, for weights that no weight of a record can replace.
+
+    Example:
+        >>> loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0]))
+        >>> with WeightsApart() as apart:
+        ...     losses = loss(torch.zeros(1, 2), torch.tensor([0]))
+        >>> apart.weights.tolist()
+        [0.25]
     """
 
     def __init__(self, rows: int = 1, scale: float = 1.0) -> None:
@@ -231,9 +294,9 @@ class WeightsApart(TorchFunctionMode):
         name = TAKEN.get(func)
         if name is None and func not in WEIGHTED:
             return func(*args, **kwargs)
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+        call = inspect.signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        arguments = call.arguments
         if func in WEIGHTED:
             self._check_row_weights(func, arguments)
         if name is None or arguments[name] is None:
@@ -244,19 +307,22 @@ class WeightsApart(TorchFunctionMode):
             self._refuse(func, f"{name}= a second time for one record")
         self.weights, self.taken = weights, func.__name__
         arguments[name] = None
-        reduction, arguments["reduction"] = arguments["reduction"], "none"
-        losses = func(*given.args, **given.kwargs).reshape(self._rows)
+        reduction = arguments["reduction"]
+        arguments["reduction"] = "none"
+        losses = func(*call.args, **call.kwargs).reshape(self._rows)
         # The mean of these is the mean with weights, sum w l / sum w.
         factors = relative(bounded(weights).value).to(losses.dtype)
         losses = losses * factors * self._scale
         if reduction == "none":
             return losses
-        return losses.sum() if reduction == "sum" else losses.mean()
+        if reduction == "sum":
+            return losses.sum()
+        return losses.mean()
 
     def _check_row_weights(self, func: Any, arguments: Mapping[str, Any]) -> None:
         """Raise ModelError for the weight of a record whose loss has one number."""
-        one = arguments["input"].numel() == self._rows
-        if one and arguments.get("weight") is not None:
+        one_number_per_row = arguments["input"].numel() == self._rows
+        if one_number_per_row and arguments.get("weight") is not None:
             self._refuse(func, "weight=")
 
     def _check(self, func: Any, name: str, arguments: Mapping[str, Any]) -> None:
@@ -273,23 +339,27 @@ class WeightsApart(TorchFunctionMode):
         if target.numel() != self._rows:
             self._refuse(func, f"{name}= and {target.numel()} targets per record")
 
-    def _refuse(self, func: Any, why: str) -> NoReturn:
-        raise ModelError(f"The loss calls {func.__name__} with {why}. {REMEDY}")
+    def _refuse(self, func: Any, reason: str) -> NoReturn:
+        """Raise ModelError; ``reason`` names the arguments."""
+        raise ModelError(f"The loss calls {func.__name__} with {reason}. {REMEDY}")
 
 
 def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:
     """Return the weight of each row's label, divided by the largest weight; shape (rows,)."""
-    weight, target = arguments[name].double(), arguments["target"]
+    weight = arguments[name].double()
+    target = arguments["target"]
     if name == "pos_weight":
-        positive, label = weight.reshape(()), target.double().reshape(-1)
-        found = torch.where(label == 1, positive, torch.where(label == 0, 1.0, torch.nan))
+        positive = weight.reshape(())
+        label = target.double().reshape(-1)
+        negative_or_soft = torch.where(label == 0, 1.0, torch.nan)  # soft labels have no weight
+        of_labels = torch.where(label == 1, positive, negative_or_soft)
         largest = positive.clamp(min=1.0)
     else:
         label = target.reshape(-1)
         ignored = label == arguments.get("ignore_index", -1)  # -1 is no label
-        found = torch.where(ignored, 0.0, weight[label.clamp(0, len(weight) - 1)])
+        of_labels = torch.where(ignored, 0.0, weight[label.clamp(0, len(weight) - 1)])
         largest = weight.max()
-    relative_to_largest: Tensor = found / largest
+    relative_to_largest: Tensor = of_labels / largest
     return relative_to_largest
 
 
@@ -300,17 +370,19 @@ def check_alone(losses: Callable[[WeightsApart], Tensor], rows: int = 1) -> str:
         losses: computes the loss of one record within a mode.
         rows: see :class:`WeightsApart`.
 
-    Raises ModelError if the loss consists of more than that: the weight of a record multiplies its
-    whole gradient.
+    Raises:
+        ModelError: the loss consists of more than that: the weight of a record multiplies its whole
+            gradient.
     """
-    once = WeightsApart(rows)
-    first = losses(once)
-    if once.weights is None:
+    apart = WeightsApart(rows)
+    first = losses(apart)
+    if apart.weights is None:
         return ""
+    # Twice the losses that had weights are twice the sum, unless it has other terms.
     second = losses(WeightsApart(rows, scale=2.0))
     if not torch.allclose(2 * first, second, 1e-4, 1e-6):
         raise ModelError(
             "The loss adds other terms to a loss with class weights, but the weight of a record "
             f"multiplies its whole gradient. {REMEDY}"
         )
-    return once.taken
+    return apart.taken

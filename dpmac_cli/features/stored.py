@@ -97,4 +97,4 @@ def _run_of(parts: FrozenFeatures, data: Data) -> Callable[[Tensor], Tensor]:
     if parts.separate:
         return parts.features
     like = data.gain.new_empty(data.train.images.shape[1:])
-    return unaffected(parts.features, like, AT_A_TIME, own=parts.own)
+    return unaffected(parts.features, like, AT_A_TIME, may_mix=parts.own)

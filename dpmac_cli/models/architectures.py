@@ -1,4 +1,8 @@
-"""Built-in networks. None mixes samples: they use group norm or weight standardisation."""
+"""Built-in networks. None mixes samples: they use group norm or weight standardisation.
+
+Each is a function of the signature of its records: shape of a record without the batch, and number
+of outputs. Inputs of the network have shape (samples, *shape), its outputs (samples, outputs).
+"""
 
 import math
 from functools import partial
@@ -22,22 +26,35 @@ def passed_on(_: Signature) -> nn.Module:
 
 
 def perceptron(signature: Signature, *hidden: int) -> nn.Module:
-    """Return linear layers with ReLU between them, of ``hidden`` units each."""
+    """Return linear layers with ReLU between them.
+
+    Inputs that are places look up rows of a weight in the first layer.
+
+    Args:
+        signature: shape of the records, which are flattened, and number of outputs.
+        hidden: number of units of each hidden layer; none for a linear model.
+    """
+    widths = (math.prod(signature.shape), *hidden, signature.outputs)
     layers: list[nn.Module] = [nn.Flatten()]
-    places = signature.lookups
-    for inputs, outputs in pairwise((math.prod(signature.shape), *hidden, signature.outputs)):
-        first = places and len(layers) == 1
-        linear = (
-            LinearWithPlaces(inputs, places, PLACES, outputs)
-            if first
-            else nn.Linear(inputs, outputs)
-        )
-        layers += [linear, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
+        if number > 0:
+            layers.append(nn.ReLU())
+        if number == 0 and signature.lookups:
+            layers.append(LinearWithPlaces(inputs, signature.lookups, PLACES, outputs))
+        else:
+            layers.append(nn.Linear(inputs, outputs))
+    return nn.Sequential(*layers)
 
 
 def cnn(signature: Signature) -> nn.Module:
-    """Return the paper's CIFAR-10 network. Raises ModelError for images below 4 by 4 pixels."""
+    """Return the paper's CIFAR-10 network: three convolutions with group norm, two linear layers.
+
+    Args:
+        signature: shape (channels, height, width) of the images, and number of outputs.
+
+    Raises:
+        ModelError: images are below 4 by 4 pixels, which cannot be halved twice.
+    """
     channels, height, width = signature.shape
     if min(height, width) < 4:
         raise ModelError(
@@ -46,7 +63,12 @@ def cnn(signature: Signature) -> nn.Module:
         )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
+        """Return a convolution that keeps height and width, group norm and ReLU."""
+        return [
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(8, outputs),
+            nn.ReLU(),
+        ]
 
     return nn.Sequential(
         *convolution(channels, 32),
@@ -62,7 +84,12 @@ def cnn(signature: Signature) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Residual block: norm, ReLU and convolution, twice, with a shortcut."""
+    """Residual block: norm, ReLU and convolution, twice, with a shortcut.
+
+    Args:
+        inputs, outputs: numbers of channels.
+        stride: of the first convolution and the shortcut.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -70,26 +97,37 @@ class _Block(nn.Module):
         self.conv1 = StandardisedConv2d(inputs, outputs, 3, stride=stride, padding=1)
         self.norm2 = nn.GroupNorm(GROUPS, outputs)
         self.conv2 = StandardisedConv2d(outputs, outputs, 3, padding=1)
-        same = inputs == outputs and stride == 1
-        self.shortcut = None if same else StandardisedConv2d(inputs, outputs, 1, stride=stride)
+        self.shortcut: nn.Module | None = None
+        if inputs != outputs or stride != 1:
+            self.shortcut = StandardisedConv2d(inputs, outputs, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        ready = relu(self.norm1(x))
-        around = x if self.shortcut is None else self.shortcut(ready)
-        out: Tensor = around + self.conv2(relu(self.norm2(self.conv1(ready))))
+        """Return shape (samples, outputs, height / stride, width / stride)."""
+        first = relu(self.norm1(x))
+        around = x if self.shortcut is None else self.shortcut(first)
+        second = relu(self.norm2(self.conv1(first)))
+        out: Tensor = around + self.conv2(second)
         return out
 
 
 def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
     """Return WRN-depth-width (Zagoruyko and Komodakis 2016) as in De et al. 2022, arXiv 2204.13650.
 
-    Each of three stages has (depth - 4) / 6 blocks, of 16, 32 and 64 times ``width`` channels.
+    Each of three stages has (depth - 4) / 6 blocks, of 16, 32 and 64 times ``width`` channels. The
+    second and the third stage halve height and width.
+
+    Args:
+        signature: shape (channels, height, width) of the images, and number of outputs.
+        depth: number of convolutions, 4 more than a multiple of 6.
+        width: factor of the channels.
     """
-    layers: list[nn.Module] = [StandardisedConv2d(signature.shape[0], 16, 3, padding=1)]
     channels = 16
+    first = StandardisedConv2d(signature.shape[0], channels, 3, padding=1)
+    layers: list[nn.Module] = [first]
     for stage, outputs in enumerate((16 * width, 32 * width, 64 * width)):
         for block in range((depth - 4) // 6):
-            layers.append(_Block(channels, outputs, 2 if stage > 0 and block == 0 else 1))
+            halves = stage > 0 and block == 0
+            layers.append(_Block(channels, outputs, stride=2 if halves else 1))
             channels = outputs
     return nn.Sequential(
         *layers,
@@ -102,9 +140,15 @@ def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
 
 
 def resnet18(signature: Signature) -> nn.Module:
-    """Return torchvision's ResNet-18 with group norm instead of batch norm."""
+    """Return torchvision's ResNet-18 with group norm of 32 groups instead of batch norm.
+
+    Args:
+        signature: shape (channels, height, width) of the images, and number of outputs. The first
+            convolution takes any number of channels.
+    """
     norm = partial(nn.GroupNorm, 32)
     network: nn.Module = vision_models.resnet18(num_classes=signature.outputs, norm_layer=norm)
-    if signature.shape[0] != 3:
-        network.conv1 = nn.Conv2d(signature.shape[0], 64, 7, stride=2, padding=3, bias=False)
+    channels, _, _ = signature.shape
+    if channels != 3:
+        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     return network

@@ -1,4 +1,9 @@
-"""Build and validate a built-in or user-supplied network."""
+"""Build and validate a built-in or user-supplied network.
+
+A factory of a user is code that runs in this process, so it is only called where a command or a
+program names it, never a file. It is called with seeded generators, so that initial weights repeat
+with a seed.
+"""
 
 import copy
 import importlib
@@ -68,8 +73,9 @@ def build_model(
         trained: part of a network with public weights to train; None for other networks.
         isolated: see :func:`~dpmac_cli.models.validation.check_model`.
 
-    Raises InputError if there is no such factory; ModelError if it fails, or the network mixes
-    samples or does not fit the data.
+    Raises:
+        InputError: there is no such factory.
+        ModelError: it fails, or the network mixes samples or does not fit the data.
     """
     with forked():
         seed_all(seed)
@@ -86,15 +92,15 @@ def build_model(
         if fix_norm:
             network = without_batch_norm(network)
         check = partial(check_model, classes=signature.outputs, isolated=isolated)
-        own = isinstance(model, BuiltIn)
+        from_registry = isinstance(model, BuiltIn)
         if features is not None:
-            check(network, seen.shape, built_in=own)
+            check(network, seen.shape, built_in=from_registry)
             network = _behind(network, features, signature, trained)
         if trained is not None and trained.part != "head":
             freeze(network, trained, signature.shape)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
-            built_in = own or features is not None
+            built_in = from_registry or features is not None
             example = example_of(signature.records)
             check(network, signature.shape, frozen=head_only, built_in=built_in, example=example)
     return network
@@ -103,11 +109,22 @@ def build_model(
 def _behind(
     head: nn.Module, features: Features, signature: Signature, trained: Trained | None
 ) -> nn.Module:
-    """Apply a network to features of records. Raises ModelError if the records do not fit."""
+    """Return a network on records that is a head on features of them.
+
+    Args:
+        head: network on features.
+        features: the features.
+        signature: shape and kind of the records.
+        trained: trained part; None or "head" if the features stay as they are.
+
+    Raises:
+        ModelError: there are no such features of these records.
+    """
     records = signature.records
     if records is None or records.kind not in features.reads:
         raise ModelError(f"The features {features.kind} are of {features.reads}.")
-    if (fault := features.fault(records)) is not None:
+    fault = features.fault(records)
+    if fault is not None:
         raise ModelError(f"The {features.reads} {fault}")
     head_only = trained is None or trained.part == "head"
     if isinstance(features, TextEncoder):
@@ -131,7 +148,7 @@ def _behind(
 
 
 def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Module:
-    """Return what computes features of each record alone."""
+    """Return a network without parameters that computes features of each record alone."""
     if isinstance(features, OwnFeatures):
         return OneByOne(features)
     assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
@@ -139,23 +156,36 @@ def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Modul
 
 
 def build_network(name: str, signature: Signature) -> nn.Module:
-    """Return a built-in network, not validated, initialised with torch's global generator."""
+    """Return a built-in network, not validated, initialised with torch's global generator.
+
+    Args:
+        name: a name of :data:`.MODELS`.
+        signature: shape of the inputs, number of outputs, and initial output. Inputs with two
+            dimensions get a dimension of channels.
+    """
     kind = MODELS[name]
     plane = len(signature.shape) == PLANE
     seen = replace(signature, shape=(1, *signature.shape)) if plane else signature
     network: nn.Module = getattr(architectures, kind.builder)(seen, *kind.arguments)
     if plane:
-        network = nn.Sequential(nn.Unflatten(1, (1, signature.shape[0])), network)
+        with_channel = nn.Unflatten(1, (1, signature.shape[0]))
+        network = nn.Sequential(with_channel, network)
     if signature.start is not None:
-        layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
-        for last in layers[-1:]:
+        linear_layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+        if linear_layers:
+            last = linear_layers[-1]
             nn.init.zeros_(last.weight)
             nn.init.constant_(last.bias, signature.start)
     return network
 
 
 def seen_by_network(signature: Signature, features: Features | None) -> Signature:
-    """Return the signature of a network behind features: theirs is the shape of its inputs."""
+    """Return the signature of a network behind features: theirs is the shape of its inputs.
+
+    Args:
+        signature: shape and kind of the records, and the number of outputs.
+        features: the features; None for a network on records, whose signature is the same.
+    """
     if features is None:
         return signature
     assert signature.records is not None  # noqa: S101  (features are of records)
@@ -165,7 +195,17 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:
-    """Call a factory with (shape, classes), or without arguments if it does not take two."""
+    """Call a factory with (shape, classes), or without arguments if it does not take two.
+
+    Args:
+        factory: the factory.
+        name: how messages call it: "{model=}net.py:make".
+        signature: shape of a record and number of outputs.
+
+    Raises:
+        InputError: it cannot be called.
+        ModelError: it fails, or returns no network.
+    """
     if not callable(factory):
         raise InputError(
             f"{name} is a value of type {type(factory).__name__}. Pass a class, a function that "
@@ -188,13 +228,19 @@ def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.
 
 
 def built_by(model: UserModel, signature: Signature) -> str:
-    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)"."""
+    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)".
+
+    Args:
+        model: a factory that was called in this process.
+        signature: signature that it was called with.
+    """
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
     arguments = ", ".join(map(repr, _arguments(factory, signature)))
     return f"{Path(model.place).name}:{model.factory}({arguments})"
 
 
 def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, ...]:
+    """Return (shape, classes), or () if a factory cannot be called with two arguments."""
     try:
         inspect.signature(factory).bind(None, None)
     except (TypeError, ValueError):
@@ -203,21 +249,27 @@ def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, 
 
 
 def _find(model: UserModel) -> Callable[..., Any]:
+    """Return a factory of a user. Raises InputError, which lists those that there are."""
     module = _imported(model)
     factory: Callable[..., Any] | None = getattr(module, model.factory, None)
     if callable(factory):
         return factory
-    own = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
-    offered = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__]
+    offered = list[str]()
+    for name, value in vars(module).items():
+        defined_there = getattr(value, "__module__", None) == module.__name__
+        if callable(value) and defined_there and not name.startswith("_"):
+            offered.append(name)
     known = f" Available: {', '.join(offered)}." if offered else ""
     raise InputError(f"{{model=}}{model}: {model.place} has no callable '{model.factory}'.{known}")
 
 
 def _module_name(place: str) -> str:
+    """Return the name of a module of a user, which for a file is not that of another module."""
     return f"dpmac_model_{Path(place).stem}" if place.endswith(".py") else place
 
 
 def _imported(model: UserModel) -> ModuleType:
+    """Import the file or module of a user's network. Raises InputError if that fails."""
     place = model.place
     if place.endswith(".py") and not Path(place).is_file():
         raise InputError(f"{{model=}}{model}: no such file: {place}.")
@@ -237,12 +289,17 @@ def _imported(model: UserModel) -> ModuleType:
 
 
 def take_logits(network: nn.Module) -> None:
-    """Make a network of transformers return its logits instead of an object that has them."""
+    """Make a network of transformers return its logits instead of an object that has them.
+
+    Args:
+        network: any network. One with a ``config`` gets a hook; others are unchanged.
+    """
     if hasattr(network, "config"):
         network.register_forward_hook(_logits)
 
 
 def _logits(_: nn.Module, __: Any, output: Any) -> Any:
+    """Return the logits of an output; a hook."""
     return getattr(output, "logits", output)
 
 
@@ -251,14 +308,26 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
 
     The number of groups is the largest divisor of the channels up to 32 that leaves at least two
     channels per group.
+
+    Example:
+        >>> without_batch_norm(nn.Sequential(nn.BatchNorm2d(64)))
+        Sequential(
+          (0): GroupNorm(32, 64, eps=1e-05, affine=True, bias=True)
+        )
+
+    Args:
+        model: network, which is changed in place unless it is a batch norm itself.
     """
     for name, child in list(model.named_modules()):
-        if isinstance(child, MIXING_LAYERS):
-            most = max(1, min(32, child.num_features // 2))
-            groups = next(g for g in range(most, 0, -1) if child.num_features % g == 0)
-            norm = nn.GroupNorm(groups, child.num_features, affine=child.affine)
-            norm.weight, norm.bias = child.weight, child.bias
-            if not name:
-                return norm
-            model.set_submodule(name, norm)
+        if not isinstance(child, MIXING_LAYERS):
+            continue
+        channels = child.num_features
+        groups = max(1, min(32, channels // 2))
+        while channels % groups != 0:
+            groups -= 1
+        norm = nn.GroupNorm(groups, channels, affine=child.affine)
+        norm.weight, norm.bias = child.weight, child.bias
+        if not name:
+            return norm
+        model.set_submodule(name, norm)
     return model

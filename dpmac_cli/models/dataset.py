@@ -1,4 +1,7 @@
-"""Records on the device. Images are stored as uint8 and scaled when they are used."""
+"""Records on the device. Images are stored as uint8 and scaled when they are used.
+
+Records that do not fit into memory stay in a file, of which the rows of a batch are read.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -51,40 +54,70 @@ class Split:
         return len(self if self.units is None else self.units)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Return some images and their labels, on the device."""
-        rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
-        if isinstance(rows, Tensor):
-            rows = rows.to(self.labels.device, non_blocking=True)
+        """Return some images and their labels, on the device.
+
+        Args:
+            places: a slice, or numbers of records, int64, shape (rows,).
+
+        Returns:
+            Images, shape (rows, *shape), and labels, with one row for each place, in order.
+        """
+        device = self.labels.device
+        rows: slice | Tensor
+        if isinstance(places, slice):
+            rows = places
+        else:
+            rows = torch.from_numpy(places).to(device, non_blocking=True)
+        labels = self.labels[rows]
         if self.file is None:
-            return self.images[rows], self.labels[rows]
-        return torch.from_numpy(self.file.read(places)).to(self.labels.device), self.labels[rows]
+            return self.images[rows], labels
+        images = torch.from_numpy(self.file.read(places)).to(device)
+        return images, labels
 
     def taken(self, places: NDArray[np.int64]) -> "Split":
-        """Return some of the records, in the order of ``places``, without units of privacy."""
+        """Return some of the records, without units of privacy.
+
+        Args:
+            places: numbers of records, int64, shape (rows,). The result has their order.
+        """
         labels = self.labels[torch.from_numpy(places).to(self.labels.device)]
         if self.file is None:
             return Split(self.at(places)[0], labels)
         return Split(self.images, labels, file=self.file[places])
 
     def read_from(self, rows: Rows, device: torch.device) -> "Split":
-        """Return other numbers of the same records, in the same order: rows of a file."""
+        """Return other numbers of the same records, in the same order, such as features of them.
+
+        Args:
+            rows: rows of a file, one for each record.
+            device: device to train on.
+        """
         return split_of(rows, self.labels, self.units, device)
 
     def to(self, device: torch.device) -> "Split":
-        """Return the same records on a device."""
+        """Return the same records on a device. Those of a file stay in the file."""
         images = self.images if self.file is not None else self.images.to(device)
         return replace(self, images=images, labels=self.labels.to(device))
 
 
 def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
-    """Return records of a file, in memory unless the file is too large."""
+    """Return records of a file, in memory unless the file is too large.
+
+    Args:
+        rows: rows of the file, one for each record.
+        labels: targets, one for each record.
+        units: units of privacy; None if each record is one.
+        device: device to train on.
+    """
     most = IN_MEMORY
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.values.nbytes <= most:
-        return Split(torch.from_numpy(rows.read()), labels, rows.sha256(), units).to(device)
-    none = torch.from_numpy(np.empty(0, rows.file.dtype)).new_empty(rows.shape, device="meta")
-    return Split(none, labels, rows.sha256(), units, rows).to(device)
+        images = torch.from_numpy(rows.read())
+        return Split(images, labels, rows.sha256(), units).to(device)
+    dtype = torch.from_numpy(np.empty(0, rows.file.dtype)).dtype
+    images = torch.empty(rows.shape, dtype=dtype, device="meta")
+    return Split(images, labels, rows.sha256(), units, rows).to(device)
 
 
 @dataclass(frozen=True)
@@ -92,6 +125,10 @@ class Crafted:
     """Records that an audit made up, as a whole network takes them, and which of them are in.
 
     See :class:`dpmac_cli.data.dataset.Crafted`.
+
+    Attributes:
+        records: the records and their labels.
+        coins: whether each of them is among the training records, shape (records,).
     """
 
     records: Split
@@ -100,15 +137,24 @@ class Crafted:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and test records on the device."""
+    """Training and test records on the device.
 
-    train: Split  # the private records
-    test: Split | None  # records the guarantee does not cover; None if none are tested on
-    gain: Tensor  # scaling as one multiply-add, in the shape of a record with sides of 1
+    Attributes:
+        train: the private records.
+        test: records that the guarantee does not cover; None if none are tested on.
+        gain, offset: scaling as one multiply-add, in the shape of a record with sides of 1.
+        task: what the targets are.
+        example: made-up rows to try a network on; None for any numbers.
+        crafted: records of an audit; None for others.
+    """
+
+    train: Split
+    test: Split | None
+    gain: Tensor
     offset: Tensor
-    task: Task  # what the targets are
-    example: Tensor | None = None  # made-up rows to try a network on; None for any numbers
-    crafted: Crafted | None = None  # records of an audit; None for others
+    task: Task
+    example: Tensor | None = None
+    crafted: Crafted | None = None
 
     @property
     def splits(self) -> tuple[Split, ...]:
@@ -131,51 +177,77 @@ class Data:
         return self.test
 
     def split_into(self, splits: Iterable[Split]) -> "Data":
-        """Return other records, or the same ones in another form, in the order of ``splits``."""
+        """Return other records, or the same ones in another form.
+
+        Args:
+            splits: training records, and the test records if there are any, as :attr:`splits`.
+        """
         train, *tests = splits
         return replace(self, train=train, test=tests[0] if tests else None)
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""
-        made = self.crafted
-        if made is not None:
-            made = replace(made, records=made.records.to(device))
-        moved = {n: getattr(self, n).to(device) for n in ("gain", "offset")}
-        there = replace(self, **moved, crafted=made)
-        return there.split_into(split.to(device) for split in self.splits)
+        crafted = self.crafted
+        if crafted is not None:
+            crafted = replace(crafted, records=crafted.records.to(device))
+        gain, offset = self.gain.to(device), self.offset.to(device)
+        moved = replace(self, gain=gain, offset=offset, crafted=crafted)
+        return moved.split_into(split.to(device) for split in self.splits)
 
     def predicting(self, task: Task) -> "Data":
-        """Return the same records with the targets of a task, whose range is known now."""
+        """Return the same records with the targets of a task, whose range is known now.
+
+        Args:
+            task: the task, with the range that noisy counts found.
+        """
         if not self.task.open:
             return replace(self, task=task)
-        made = self.crafted
-        if made is not None:
-            made = replace(made, records=_with_targets(made.records, task))
-        splits = (_with_targets(split, task) for split in self.splits)
-        return replace(self, task=task, crafted=made).split_into(splits)
+        crafted = self.crafted
+        if crafted is not None:
+            crafted = replace(crafted, records=_with_targets(crafted.records, task))
+        splits = [_with_targets(split, task) for split in self.splits]
+        return replace(self, task=task, crafted=crafted).split_into(splits)
 
     def replaced_by(self, splits: Iterable[Split]) -> "Data":
-        """Return features of the same records, which are not scaled any more."""
+        """Return features of the same records, which are not scaled any more.
+
+        Args:
+            splits: features and labels, as :attr:`splits`.
+        """
         one = torch.ones(1, device=self.gain.device)
         unscaled = replace(self, gain=one, offset=torch.zeros_like(one), example=None)
         return unscaled.split_into(splits)
 
     def computed_in(self, dtype: torch.dtype) -> "Data":
         """Return the same records for a network of another dtype."""
-        return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))
+        gain, offset = self.gain.to(dtype), self.offset.to(dtype)
+        return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:
-        """Return records scaled by their public constants, in the network's dtype."""
+        """Return records scaled by their public constants, in the network's dtype.
+
+        Args:
+            images: rows of a split, shape (rows, *shape), of any dtype.
+        """
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
     def scaled_as(self, records: Records) -> "Data":
-        """Return the same records, scaled as others of their shape are."""
+        """Return the same records, scaled as others of their shape are.
+
+        Args:
+            records: facts of the others, such as those that a published network was trained on.
+        """
         gain, offset = scaling_of(records, self.gain.device)
         return replace(self, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of images and labels and their shapes. Published for public data only."""
+    """Return the SHA-256 of images and labels and their shapes. Published for public data only.
+
+    Args:
+        splits: training records, and the test records if there are any. Images of a file with a
+            checksum are not read again.
+    """
     digest = hashlib.sha256()
     for split in splits:
         digest.update(split.sha256.encode())
@@ -186,8 +258,12 @@ def fingerprint(*splits: Split) -> str:
 
 
 def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factors and summands of records, in the shape of a record with sides of 1."""
-    shape = records.channels, *[1] * (len(records.shape) - 1)
+    """Return factors and summands of records, float32, in the shape of a record with sides of 1.
+
+    Images of shape (3, 32, 32) have those of shape (3, 1, 1).
+    """
+    other_sides = (1,) * (len(records.shape) - 1)
+    shape = (records.channels, *other_sides)
     gain, offset = torch.tensor(records.scaling, dtype=torch.float64, device=device)
     return gain.view(shape).float(), offset.view(shape).float()
 
@@ -195,15 +271,29 @@ def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
 def on_device(dataset: data.Dataset, device: torch.device, records: Records | None = None) -> Data:
     """Return the records of a dataset on a device.
 
-    ``records`` say how they are scaled; None for the dataset's.
+    Args:
+        dataset: arrays in memory, or rows of a file.
+        device: device to train on.
+        records: how they are scaled; None for the dataset's facts.
     """
     known = records or dataset.facts.records
     train = _on_device(dataset.train, device)
     test = None if dataset.test is None else _on_device(dataset.test, device)
-    scaling = scaling_of(known, device)
-    made = dataset.crafted
-    crafted = None if made is None else Crafted(_on_device(made.records, device), made.coins)
-    return Data(train, test, *scaling, dataset.facts.task, example_of(known), crafted).to(device)
+    gain, offset = scaling_of(known, device)
+    crafted: Crafted | None = None
+    if dataset.crafted is not None:
+        records_in = _on_device(dataset.crafted.records, device)
+        crafted = Crafted(records_in, dataset.crafted.coins)
+    moved = Data(
+        train,
+        test,
+        gain,
+        offset,
+        task=dataset.facts.task,
+        example=example_of(known),
+        crafted=crafted,
+    )
+    return moved.to(device)
 
 
 def _with_targets(split: Split, task: Task) -> Split:
@@ -213,6 +303,7 @@ def _with_targets(split: Split, task: Task) -> Split:
 
 
 def _on_device(records: data.Split, device: torch.device) -> Split:
+    """Return the records of a split: tensors in memory, or rows of a file."""
     labels = torch.as_tensor(records.y)
     units = None if records.unit is None else units_of(records.unit)
     if isinstance(records.x, Rows):

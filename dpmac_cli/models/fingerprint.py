@@ -2,6 +2,10 @@
 
 Validation holds for the network that it saw. A program may change that network between steps by
 mistake, and the network may change itself in a step, by which it could carry a record to the next.
+
+Compared are modules, attributes and the objects in them, hooks, ``requires_grad``, and the memory
+of tensors; the values of tensors only for buffers and frozen parameters. An object inside an object
+is compared by identity, so a change inside it is not noticed.
 """
 
 from collections import OrderedDict, deque
@@ -59,18 +63,31 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 class _Place(NamedTuple):
-    """A tensor, without its values."""
+    """A tensor, without its values.
+
+    Attributes:
+        number: identity of the tensor.
+        trained: whether it is a parameter that steps change.
+        requires_grad: as of the tensor.
+        gradient: whether it is trained and has a gradient.
+        hooks: numbers of the hooks on its gradient.
+        memory: shape, dtype, device, address and strides.
+    """
 
     number: int
     trained: bool
     requires_grad: bool
-    gradient: bool  # whether it is trained and has one
+    gradient: bool
     hooks: tuple[int, ...]
     memory: tuple[Any, ...]
 
 
 class Fingerprint:
     """A network as it was when this object was made, with the mode of each module.
+
+    A step compares before it begins, for what a program did, and after its passes, for what the
+    network did. Buffers and frozen parameters are copied, and their values compared only where
+    torch counts that they were written to; so a comparison costs little beside a step.
 
     Args:
         network: network whose trained parameters may change in place, and nothing else.
@@ -80,38 +97,59 @@ class Fingerprint:
     def __init__(self, network: nn.Module, trained: Collection[int]) -> None:
         self._network, self._trained = network, frozenset(trained)
         self._modes = Modes(network)
-        self._kept: list[Any] = []  # while it is held, no other object gets its id
-        self._copies = {
-            name: (tensor, tensor.detach().clone())
-            for name, tensor in chain(network.named_parameters(), network.named_buffers())
-            if id(tensor) not in self._trained
-        }
-        self._found, self._versions = self._now(), self._written()
+        self._held: list[Any] = []  # while it is held, no other object gets its id
+        self._copies = dict[str, tuple[Tensor, Tensor]]()
+        for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+            if id(tensor) not in self._trained:
+                self._copies[name] = (tensor, tensor.detach().clone())
+        self._before, self._versions = self._now(), self._written()
 
     def check(self, remedy: str = BETWEEN) -> None:
-        """Raise ModelError, which names what has changed, and the remedy."""
-        if said := self.changed(remedy):
-            raise ModelError(f"The network is no longer the one that was validated: {said}")
+        """Raise an error if the network has changed.
+
+        Args:
+            remedy: sentences on what to do about a change.
+
+        Raises:
+            ModelError: names what has changed, and the remedy.
+        """
+        changes = self.changed(remedy)
+        if changes:
+            raise ModelError(f"The network is no longer the one that was validated: {changes}")
 
     def changed(self, remedy: str) -> str:
-        """Return what has changed, and the remedy, as sentences; "" if nothing has."""
-        was, now = self._found, self._now()
-        if was != now:
-            paths = [path for path in was | now if was.get(path) != now.get(path)]
-            path = min(paths, key=lambda at: (not _moved(was.get(at), now.get(at)), len(at)))
-            return _said(path, was.get(path), now.get(path), remedy)
-        if (versions := self._written()) != self._versions:
-            if name := self._written_to():
+        """Return what has changed, and the remedy, as sentences; "" if nothing has.
+
+        Of several changes, one is named: first of a trained parameter that was moved, because it
+        explains others, then of the module that contains the others.
+        """
+        before, now = self._before, self._now()
+        if before != now:
+            paths = [path for path in before | now if before.get(path) != now.get(path)]
+
+            def rank(path: tuple[str, ...]) -> tuple[bool, int]:
+                return not _moved(before.get(path), now.get(path)), len(path)
+
+            path = min(paths, key=rank)
+            return _explained(path, before.get(path), now.get(path), remedy)
+        versions = self._written()
+        if versions != self._versions:
+            name = self._written_to()
+            if name:
                 return f"{name} was written to. {remedy}"
             self._versions = versions
         return ""
 
     def check_values(self) -> None:
-        """Raise ModelError if a buffer or a frozen parameter has another value than before.
+        """Raise an error if a buffer or a frozen parameter has another value than before.
 
         They are published without noise.
+
+        Raises:
+            ModelError: names the tensor.
         """
-        if name := self._written_to():
+        name = self._written_to()
+        if name:
             raise ModelError(
                 f"The network changed its {name} during training: statistics of private data "
                 "would be published without noise, so nothing is. Keep no statistics in it."
@@ -122,61 +160,70 @@ class Fingerprint:
         return self._modes.applied()
 
     def _now(self) -> dict[tuple[str, ...], Any]:
-        """Return everything that must stay as it is, by path, in a form that is compared by ==."""
-        found: dict[tuple[str, ...], Any] = {
+        """Return everything that must stay as it is, by path, in a form that is compared by ==.
+
+        A path is the name of a module, alone or with that of an attribute or a tensor. Objects are
+        held from the first call on, so that an id is that of one object.
+        """
+        state: dict[tuple[str, ...], Any] = {
             ("all modules", "hooks"): tuple(map(tuple, GLOBAL_HOOKS))
         }
-        kept: list[Any] = []
+        held: list[Any] = []
         for name, module in self._network.named_modules():
-            kept.append(module)
-            found[(name,)] = (id(module), type(module))
+            held.append(module)
+            state[(name,)] = (id(module), type(module))
             for key, value in vars(module).items():
                 if key.startswith(PASSED_OVER):
                     continue
                 kind = type(value)
                 if kind in PLAIN or isinstance(value, PLAIN):
-                    found[name, key] = value
+                    state[name, key] = value
                 elif kind in DICTS and not value:
-                    kept.append(value)
-                    found[name, key] = (id(value),)
+                    held.append(value)
+                    state[name, key] = (id(value),)
                 else:
                     items = _inside(value)
-                    kept.append((value, items))
-                    found[name, key] = self._plainly(value, items)
+                    held.append((value, items))
+                    state[name, key] = self._plainly(value, items)
             for key, tensor in chain(module._parameters.items(), module._buffers.items()):
                 if tensor is not None:
-                    found[name, key] = self._place(tensor)
-        self._kept = self._kept or kept
-        return found
+                    state[name, key] = self._place(tensor)
+        self._held = self._held or held
+        return state
 
     def _written_to(self) -> str:
         """Return the name of a buffer or frozen parameter with another value; "" if none has."""
-        changed = (name for name, pair in self._copies.items() if not identical(*pair))
-        return next(changed, "")
+        for name, (tensor, copied) in self._copies.items():
+            if not identical(tensor, copied):
+                return name
+        return ""
 
     def _written(self) -> list[int]:
         """Return how often each buffer and frozen parameter was written to."""
-        return [tensor._version for tensor, _ in self._copies.values() if not tensor.is_inference()]
+        tensors = [tensor for tensor, _ in self._copies.values()]
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
     def _plainly(self, value: Any, items: list[Any]) -> Any:
+        """Return an attribute in a form that is compared by ==, given what is inside it."""
         if isinstance(value, Tensor):
             return self._place(value)
         return (id(value), *map(_item, items))
 
     def _place(self, tensor: Tensor) -> _Place:
+        """Return everything about a tensor but its values."""
         trained = id(tensor) in self._trained
         hooks = *(tensor._backward_hooks or ()), *_after(tensor)
         # A tensor that was kept from a pass under vmap has no memory of its own.
-        kept = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        plain = tensor.layout == torch.strided and not kept
-        where = (tensor.data_ptr(), tensor.stride()) if plain else ()
-        memory = (tensor.shape, tensor.dtype, tensor.device, *where)
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        memory: tuple[Any, ...] = (tensor.shape, tensor.dtype, tensor.device)
+        if tensor.layout == torch.strided and not wrapped:
+            memory = (*memory, tensor.data_ptr(), tensor.stride())
         gradient = trained and tensor.grad is not None
         return _Place(id(tensor), trained, tensor.requires_grad, gradient, hooks, memory)
 
 
 def _after(tensor: Tensor) -> tuple[int, ...]:
-    """Return the hooks that run after a gradient is added up."""
+    """Return the numbers of the hooks that run after a gradient is added up."""
     return tuple(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
@@ -185,7 +232,9 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, CONTAINERS):
         return list(value)
     held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    return list(held.items()) if isinstance(held, dict) else []
+    if not isinstance(held, dict):
+        return []
+    return list(held.items())
 
 
 def _item(item: Any) -> Any:
@@ -200,26 +249,32 @@ def _moved(before: Any, after: Any) -> bool:
     return isinstance(before, _Place) and isinstance(after, _Place) and before.trained
 
 
-def _said(path: tuple[str, ...], before: Any, after: Any, remedy: str) -> str:
-    """Return what changed, and the remedy, as sentences."""
-    name = ".".join(filter(None, path)) or "the network itself"
+def _explained(path: tuple[str, ...], before: Any, after: Any, remedy: str) -> str:
+    """Return what changed, and the remedy, as sentences.
+
+    Args:
+        path: name of a module, and of an attribute, parameter or buffer of it.
+        before, after: values in the form that is compared; None where there is none.
+        remedy: sentences for a change that has no remedy of its own.
+    """
+    name = ".".join(part for part in path if part) or "the network itself"
     if "_hook" in path[-1] or path[0] == "all modules":
-        said = f"the hooks of {path[0] or 'the network itself'} changed."
+        change = f"the hooks of {path[0] or 'the network itself'} changed."
     elif before is None or after is None:
-        said = f"{name} was {'added' if before is None else 'removed'}."
+        change = f"{name} was {'added' if before is None else 'removed'}."
     elif not (isinstance(before, _Place) and isinstance(after, _Place)):
-        said = f"{name} changed."
+        change = f"{name} changed."
     elif before.number != after.number:
-        said = f"{name} was replaced with another tensor."
+        change = f"{name} was replaced with another tensor."
     elif before.requires_grad != after.requires_grad:
         how = "unfrozen" if after.requires_grad else "frozen"
-        said = f"{name} was {how} (requires_grad_({after.requires_grad}))."
+        change = f"{name} was {how} (requires_grad_({after.requires_grad}))."
     elif after.gradient and not before.gradient:
         return f"{name} has a gradient, {OUTSIDE}"
     elif before.hooks != after.hooks:
-        said = f"the hooks of {name} changed."
+        change = f"the hooks of {name} changed."
     elif before.trained:
         return f"{name} is in other memory than before, {IN_PLACE}"
     else:
-        said = f"{name} is in other memory, or has another shape, than before."
-    return f"{said} {remedy}"
+        change = f"{name} is in other memory, or has another shape, than before."
+    return f"{change} {remedy}"

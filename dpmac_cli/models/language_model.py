@@ -1,4 +1,8 @@
-"""Networks on texts whose encoder is trained, too, and those that predict the next token."""
+"""Networks on texts whose encoder is trained, too, and those that predict the next token.
+
+A record of a language model is one text, and its loss one number, so that clipping bounds what a
+text does, whatever its length.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +28,14 @@ class CausalModel(OnTexts):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return losses in nats, shape (records, 1), of inputs (records, inputs)."""
+        """Return the mean loss of each record's text in nats, shape (records, 1).
+
+        Without gradients, few texts are processed at a time, because logits of all tokens are
+        large.
+
+        Args:
+            x: inputs, float32, shape (records, inputs): numbers of tokens plus 1, 0 for padding.
+        """
         (ids,) = self.ids(x)
         at_a_time = max(1, LOGITS_AT_A_TIME // (ids.shape[1] * self.encoder.size))
         parts = [ids] if torch.is_grad_enabled() else torch.split(ids, at_a_time)
@@ -36,8 +47,9 @@ class CausalModel(OnTexts):
         Args:
             ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
         """
-        mask, tokens = ids[:, 1:] > 0, (ids - 1).clamp(0)
-        logits: Tensor = self.network(input_ids=tokens).logits[:, :-1]
+        mask = ids[:, 1:] > 0  # (texts, tokens - 1)
+        tokens = (ids - 1).clamp(0)
+        logits: Tensor = self.network(input_ids=tokens).logits[:, :-1]  # (texts, tokens - 1, size)
         losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
 
@@ -45,8 +57,12 @@ class CausalModel(OnTexts):
     def continued(self, x: Tensor, length: int, temperature: float) -> Iterator[list[int]]:
         """Yield the numbers of ``length`` tokens that continue the text of each record.
 
-        Logits are divided by the temperature, and tokens drawn one after the other; with 0 each is
-        the most probable one. For the inputs ``x`` see :meth:`forward`.
+        Tokens are drawn one after the other, from a generator with a random seed.
+
+        Args:
+            x: inputs of records, see :meth:`forward`.
+            length: number of tokens to draw.
+            temperature: divisor of the logits; with 0 each token is the most probable one.
         """
         draws = torch.Generator(x.device)
         draws.seed()
@@ -55,44 +71,74 @@ class CausalModel(OnTexts):
         for row, mask in zip(ids, token_mask(ids), strict=True):
             tokens = prompt = (row[mask] - 1).clamp(0)
             for _ in range(length):
-                logits = self.network(input_ids=tokens[None, -longest:]).logits[0, -1].double()
-                odds = (logits / temperature).softmax(0) if temperature else logits == logits.max()
-                tokens = torch.cat([tokens, torch.multinomial(odds.double(), 1, generator=draws)])
+                outputs = self.network(input_ids=tokens[None, -longest:])
+                logits = outputs.logits[0, -1].double()
+                if temperature:
+                    odds = (logits / temperature).softmax(0)
+                else:
+                    odds = (logits == logits.max()).double()
+                drawn = torch.multinomial(odds, 1, generator=draws)
+                tokens = torch.cat([tokens, drawn])
             yield tokens[len(prompt) :].tolist()
 
 
 def adapter_of(network: WithHead, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the LoRA updates of a language model by their names in peft, and its configuration.
+    """Return the LoRA updates of a language model, as peft stores them.
 
-    Both are empty without updates. ``kind`` is the name of the network that they are added to.
+    Args:
+        network: network of :func:`on_texts`.
+        kind: name of the network that the updates are added to.
+
+    Returns:
+        Tensors by their names in peft's adapter_model.safetensors, and the values of its
+        adapter_config.json. Both are empty without updates.
     """
     causal = network.frozen
-    layers = {n: of for n, of in causal.named_modules() if isinstance(of, LoraLinear)}
-    if not layers or not isinstance(causal, CausalModel):
+    if not isinstance(causal, CausalModel):
         return {}, {}
-    names = {n: n.removeprefix("network.") for n in layers}
-    tensors = {
-        f"base_model.model.{names[n]}.lora_{side}.weight": stored(part.weight)
-        for n, layer in layers.items()
-        for side, part in (("A", layer.down), ("B", layer.up))
-    }
-    (rank, alpha), *_ = ((of.down.out_features, of.scale) for of in layers.values())
+    tensors = dict[str, Tensor]()
+    rank, scale = 0, 0.0
+    for name, layer in causal.named_modules():
+        if not isinstance(layer, LoraLinear):
+            continue
+        path = f"base_model.model.{name.removeprefix('network.')}"
+        tensors[f"{path}.lora_A.weight"] = stored(layer.down.weight)
+        tensors[f"{path}.lora_B.weight"] = stored(layer.up.weight)
+        rank, scale = layer.down.out_features, layer.scale  # the same in all layers
+    if not tensors:
+        return {}, {}
     family = causal.encoder.config.family
-    return tensors, {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": kind},
-        **{"r": rank, "lora_alpha": alpha * rank, "lora_dropout": 0.0, "bias": "none"},
-        **{"target_modules": list(family.lora), "inference_mode": True},
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": kind,
+        "r": rank,
+        "lora_alpha": scale * rank,  # peft divides it by the rank
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(family.lora),
+        "inference_mode": True,
         "fan_in_fan_out": bool(family.transposed),
     }
+    return tensors, config
 
 
 def on_texts(texts: OnTexts, head: nn.Module) -> WithHead:
-    """Apply a head to features of texts whose encoder is trained, too."""
+    """Apply a head to features of texts whose encoder is trained, too.
+
+    The layers that LoRA updates are those of the encoder's family, in every block.
+
+    Args:
+        texts: features of texts, or the losses of a language model.
+        head: network on them.
+    """
     network, family = WithHead(texts, head), texts.encoder.config.family
-    inner = [family.causal] if isinstance(texts, CausalModel) else []
-    path = ".".join(("network", *inner, family.blocks))
-    count = len(list(texts.get_submodule(path).children()))
-    network.lora_layers = tuple(
-        f"frozen.{path}.{k}.{name}" for k in range(count) for name in family.lora
-    )
+    path = f"network.{family.blocks}"
+    if isinstance(texts, CausalModel):
+        path = f"network.{family.causal}.{family.blocks}"
+    blocks = len(list(texts.get_submodule(path).children()))
+    layers = list[str]()
+    for block in range(blocks):
+        layers += [f"frozen.{path}.{block}.{name}" for name in family.lora]
+    network.lora_layers = tuple(layers)
     return network

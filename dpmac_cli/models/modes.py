@@ -13,7 +13,11 @@ NOT_DROPPING = (
 
 
 class Modes:
-    """Mode of each module of a network, as it was when this object was made."""
+    """Mode of each module of a network, as it was when this object was made.
+
+    Args:
+        network: network whose modules have ``training`` set or not.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
@@ -37,25 +41,35 @@ class Modes:
 
 
 def notes_on_modes(network: nn.Module) -> list[str]:
-    """Return a note that names the modules whose dropout is turned off by their mode, if any."""
-    names = [
-        f"{name.removeprefix('network.')} ({type(module).__name__})"
-        for name, module in network.named_modules()
-        if not module.training and _drops(module)
-    ]
-    return [NOT_DROPPING.format(", ".join(names))] * bool(names)
+    """Return a note that names the modules whose dropout is turned off by their mode, if any.
+
+    Args:
+        network: network in the mode that it trains in, perhaps inside an objective.
+    """
+    names = list[str]()
+    for name, module in network.named_modules():
+        if not module.training and _drops(module):
+            names.append(f"{name.removeprefix('network.')} ({type(module).__name__})")
+    if not names:
+        return []
+    return [NOT_DROPPING.format(", ".join(names))]
 
 
 def _drops(module: nn.Module) -> bool:
     """Return whether a module of torch drops values in training mode."""
-    rate = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-    of_torch = type(module).__module__.startswith("torch.nn.")
-    return of_torch and isinstance(share := getattr(module, rate, 0.0), float) and share > 0
+    if not type(module).__module__.startswith("torch.nn."):
+        return False
+    attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+    rate = getattr(module, attribute, 0.0)
+    return isinstance(rate, float) and rate > 0
 
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Set a network to evaluation mode, and restore the mode of each module."""
+    """Set a network to evaluation mode, and restore the mode of each module in the end.
+
+    ``network.train()`` afterwards would also turn on what its owner had turned off.
+    """
     with modes_kept(network):
         network.eval()
         yield
@@ -63,7 +77,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(network: nn.Module) -> Iterator[None]:
-    """Restore the mode of each module of a network in the end."""
+    """Restore the mode of each module of a network in the end, also after an exception."""
     before = Modes(network)
     try:
         yield

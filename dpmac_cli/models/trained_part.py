@@ -1,4 +1,8 @@
-"""The part of a network with public weights that is trained: norms, low-rank updates, or all."""
+"""The part of a network with public weights that is trained: norms, low-rank updates, or all.
+
+Noise grows with the number of trained parameters, and the norm of a clipped gradient does not. So
+with few records, train a small part of a large network (docs/fine-tuning.md).
+"""
 
 from typing import Any
 
@@ -18,15 +22,25 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 class LoraLinear(nn.Linear):
     """Frozen linear layer with a trained low-rank update (Hu et al. 2021, arXiv 2106.09685).
 
-    Weight and bias are those of ``layer`` and keep their names. The update is scaled by
-    alpha / rank and is initially 0.
+    It computes W x + b + (alpha / rank) B A x. The update is initially 0, because B is.
+
+    Args:
+        layer: layer whose weight and bias these are, by the same names.
+        trained: its ``rank`` is that of the update.
+
+    Attributes:
+        down: A, of shape (rank, in).
+        up: B, of shape (out, rank).
+        scale: alpha / rank, where alpha is :data:`ALPHA`.
     """
 
     def __init__(self, layer: nn.Linear, trained: Trained) -> None:
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, "meta")
         self.weight, self.bias = layer.weight, layer.bias
-        self.down = nn.Linear(layer.in_features, trained.rank, bias=False).to(layer.weight)
-        self.up = nn.Linear(trained.rank, layer.out_features, bias=False).to(layer.weight)
+        down = nn.Linear(layer.in_features, trained.rank, bias=False)
+        up = nn.Linear(trained.rank, layer.out_features, bias=False)
+        self.down = down.to(layer.weight)  # its dtype and device
+        self.up = up.to(layer.weight)
         self.scale = ALPHA / trained.rank
         nn.init.zeros_(self.up.weight)
 
@@ -38,14 +52,23 @@ class LoraLinear(nn.Linear):
     def merged(self) -> Tensor:
         """Return the weight of an equivalent plain layer."""
         product = self.up.weight.double() @ self.down.weight.double()
-        return (self.weight.double() + self.scale * product).to(self.weight.dtype)
+        merged = self.weight.double() + self.scale * product
+        return merged.to(self.weight.dtype)
 
 
 def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None:
     """Freeze everything except one part of a network, in place.
 
     Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
-    network with a backbone. Raises ModelError if it has no such part.
+    network with a backbone.
+
+    Args:
+        network: network with public weights.
+        trained: the part to train.
+        shape: shape of a record.
+
+    Raises:
+        ModelError: the network has no such part.
     """
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and name:
@@ -66,6 +89,7 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
 
 
 def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:
+    """Return the normalisation layers of a network. Raises ModelError if it has none."""
     norms: list[nn.Module] = [module for module in network.modules() if isinstance(module, NORMS)]
     if not norms:
         raise _missing(trained, "the network has no normalisation layer")
@@ -78,18 +102,28 @@ def _low_rank(
     """Wrap linear layers in place, and return the parts of their updates.
 
     Layers that share a parameter are left out: merged into one of them, an update would change the
-    others, too.
+    others, too. So are those that the network's family does not name, and layers that are not
+    called for a record.
+
+    Args:
+        network: network with public weights.
+        trained: rank of the updates.
+        head: name of the layer that is trained whole.
+        shape: shape of a record.
+
+    Raises:
+        ModelError: no layer is left.
     """
     calls, _ = linear_calls(network, shape)
-    wanted = network.lora_layers if isinstance(network, WithHead) else None
+    of_family = network.lora_layers if isinstance(network, WithHead) else None
     shared = shared_parameters(network)
-    names = [
-        name
-        for name in dict.fromkeys(called for called, *_ in calls)
-        if not f"{name}.".startswith(f"{head}.")
-        and (wanted is None or name in wanted)
-        and shared.isdisjoint(map(id, network.get_submodule(name).parameters()))
-    ]
+    names = list[str]()
+    for name in dict.fromkeys(called for called, *_ in calls):
+        in_head = f"{name}.".startswith(f"{head}.")
+        passed_over = of_family is not None and name not in of_family
+        parameters = {id(p) for p in network.get_submodule(name).parameters()}
+        if not in_head and not passed_over and shared.isdisjoint(parameters):
+            names.append(name)
     if not names:
         raise _missing(trained, "the network has no linear layer of its own besides its head")
     parts = list[nn.Module]()
@@ -102,4 +136,5 @@ def _low_rank(
 
 
 def _missing(trained: Trained, why: str) -> ModelError:
+    """Return the error for a part that a network does not have, with the end of its sentence."""
     return ModelError(f"{{train=}}{trained.part}: {why}. Train another part, or use {{train=}}all.")

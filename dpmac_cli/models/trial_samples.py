@@ -1,4 +1,8 @@
-"""Made-up samples for validation, and losses of a network's outputs."""
+"""Made-up samples for validation, and losses of a network's outputs.
+
+A network is tried before it sees a record, so that its faults can be printed: they follow from
+made-up numbers alone.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -55,18 +59,35 @@ class Trial:
     ) -> "Trial":
         """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype.
 
-        ``example``: made-up samples to try it on; None for random numbers.
+        Args:
+            model: the classifier, whose parameters tell the dtype.
+            shape: shape of a sample.
+            classes: number of classes.
+            example: made-up samples to try it on; None for random numbers.
         """
+        dtype = dtype_of(model)
         if example is not None:
-            return Trial(Structure(example.to(dtype_of(model)), numbers=(PUBLIC,)), classes)
-        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
+            structure = Structure(example.to(dtype), numbers=(PUBLIC,))
+        else:
+            structure = Structure(torch.zeros(1, *shape, dtype=dtype))
+        return Trial(structure, classes)
 
     def losses(self, outputs: Tensor) -> Tensor:
-        """Return a loss per sample with a gradient for every output, also for a single one."""
-        return outputs if self.classes is None else (outputs.square() / 2 + outputs).sum(1)
+        """Return a loss per sample with a gradient for every output, also for a single one.
+
+        Args:
+            outputs: logits, shape (samples, classes), or losses, which are returned as they are.
+        """
+        if self.classes is None:
+            return outputs
+        return (outputs.square() / 2 + outputs).sum(1)
 
     def samples(self, count: int) -> Batch:
-        """Return fixed random samples, numbers in float64 unless they keep their dtype."""
+        """Return fixed random samples, numbers in float64 unless they keep their dtype.
+
+        Args:
+            count: number of samples, which is the number of rows of each tensor.
+        """
         return self.inputs.made_up(count, double=True)
 
 
@@ -77,8 +98,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a network's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Return the device of the first parameter of a network; the CPU without any."""
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 class Objective(nn.Module):
@@ -87,7 +110,8 @@ class Objective(nn.Module):
     Args:
         network: the network.
         loss: a function of the network and a batch that returns one loss per sample, shape
-            (samples,).
+            (samples,), or their mean, shape (). A loss that is a module is a part of this one, so
+            its parameters and buffers are validated, too.
     """
 
     def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
@@ -96,7 +120,11 @@ class Objective(nn.Module):
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the losses of a batch, shape (samples,)."""
+        """Return the losses of a batch, shape (samples,), or their mean, shape ().
+
+        Args:
+            batch: batch of the program, with one row per sample.
+        """
         return self.loss(self.network, batch)
 
 
@@ -114,35 +142,48 @@ def fitted(model: nn.Module, structure: Structure, weigh: RecordWeights | None =
         weigh: weights of a program, which are tried on the same rows; None without.
     """
     try:
-        ways = _ways(model, structure)
-        return next(filter(lambda each: _works(model, each, weigh), ways), structure)
+        for way in _ways(model, structure):
+            if _works(model, way, weigh):
+                return way
     except (Exception, SystemExit):  # noqa: BLE001  (it cannot be copied: validation says so)
         return structure
+    return structure
 
 
 def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
-    """Yield ways to make up numbers, the most precise and most random first."""
+    """Yield ways to make up numbers, the most precise and most random first.
+
+    All numbers are normal; or the first tensor is, which are often inputs, and the others are rows
+    of the public example, or shares that sum to 1, as targets may be; or all are shares; or all are
+    rows of the example, if it has enough of them. Each in float64, and then in the batch's dtype.
+    """
     numbers = [t for t in tensors_in(structure.template) if t.is_floating_point()]
     others = max(0, len(numbers) - 1)
     kinds = [(NORMAL,) * len(numbers)]
+    if others and structure.keep:
+        kinds.append((NORMAL, *(PUBLIC,) * others))
     if others:
-        kinds += [(NORMAL, *(PUBLIC,) * others)] if structure.keep else []
-        kinds += [(NORMAL, *(SHARES,) * others)]
+        kinds.append((NORMAL, *(SHARES,) * others))
     if numbers:
-        kinds += [(SHARES,) * len(numbers)]
+        kinds.append((SHARES,) * len(numbers))
     if structure.keep and all(len(torch.unique(t, dim=0)) >= ENOUGH for t in numbers):
         kinds += [(PUBLIC,) * len(numbers)]
-    alike = {t.dtype for t in numbers} <= {dtype_of(model)}
-    for own in (False, True) if alike else (True,):
+    of_one_dtype = {t.dtype for t in numbers} <= {dtype_of(model)}
+    for keep_dtype in (False, True) if of_one_dtype else (True,):
         for kind in kinds:
-            yield replace(structure, numbers=kind, own=own)
+            yield replace(structure, numbers=kind, keep_dtype=keep_dtype)
 
 
 def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) -> bool:
-    """Return whether a network has finite losses for made-up samples, none of them rounded more."""
+    """Return whether a network has finite losses for made-up samples, none of them rounded more.
+
+    Samples run one by one, as records in training. With made-up numbers in float64, nothing may be
+    computed in float32: trials would take its rounding for an effect of other samples.
+    """
     network = copy.deepcopy(model)
-    network = network if structure.own else network.double()
-    rows, noticed = structure.made_up(TRIED, double=True), _InFloat32()  # type: ignore[no-untyped-call]
+    network = network if structure.keep_dtype else network.double()
+    rows = structure.made_up(TRIED, double=True)
+    noticed = _InFloat32()  # type: ignore[no-untyped-call]
     losses = list[Tensor]()
     try:
         with forked(), torch.no_grad(), noticed:
@@ -155,36 +196,52 @@ def _works(model: nn.Module, structure: Structure, weigh: RecordWeights | None) 
     except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
         return False
     finite = all(bool(loss.isfinite().all()) for loss in losses)
-    return finite and (structure.own or not noticed.found)
+    return finite and (structure.keep_dtype or not noticed.computed)
 
 
 class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Notices whether something is computed of numbers in float32."""
+    """Notices whether something is computed of numbers in float32.
 
-    found = False
+    Attributes:
+        computed: whether an operation that rounds had inputs and results in float32.
+    """
+
+    computed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not (func.is_view or func.overloadpacket.__name__ in EXACT):
-            given, computed = tensors_in((args, kwargs)), tensors_in(result)
-            both = [any(t.dtype == torch.float32 for t in some) for some in (given, computed)]
-            self.found |= all(both)
+            inputs, results = tensors_in((args, kwargs)), tensors_in(result)
+            reads_float32 = any(t.dtype == torch.float32 for t in inputs)
+            writes_float32 = any(t.dtype == torch.float32 for t in results)
+            self.computed |= reads_float32 and writes_float32
         return result
 
 
 def trained_parts(model: nn.Module, size: int | None = None) -> str:
     """Return which parameters of a network are trained and which are frozen, as a sentence.
 
-    ``size`` is the number that are trained, if it is known: without rows that are padding.
+    Example:
+        >>> trained_parts(nn.Linear(2, 3))
+        '9 parameters are trained: weight, bias.'
+
+    Args:
+        model: the network.
+        size: number of trained numbers, if it is known without rows that are padding.
     """
-    said = []
-    for what in ("trained", "frozen"):
-        some = {
-            name.removeprefix("network."): p.numel()
-            for name, p in model.named_parameters()
-            if p.requires_grad == (what == "trained")
-        }
-        names = list(some) if len(some) <= NAMED else [*list(some)[:2], "...", *list(some)[-2:]]
-        count = sum(some.values()) if size is None or what == "frozen" else size
-        said += [f"{count:,} parameters are {what}: {', '.join(names)}"] * bool(some)
-    return f"{'; '.join(said)}."
+    clauses = list[str]()
+    for state in ("trained", "frozen"):
+        sizes = dict[str, int]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad == (state == "trained"):
+                sizes[name.removeprefix("network.")] = parameter.numel()
+        if not sizes:
+            continue
+        count = sum(sizes.values())
+        if state == "trained" and size is not None:
+            count = size
+        names = list(sizes)
+        if len(names) > NAMED:
+            names = [*names[:2], "...", *names[-2:]]
+        clauses.append(f"{count:,} parameters are {state}: {', '.join(names)}")
+    return f"{'; '.join(clauses)}."

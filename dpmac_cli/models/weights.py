@@ -1,4 +1,8 @@
-"""Weights of a network by name: published weights, and public weights from a file."""
+"""Weights of a network by name: published weights, and public weights from a file.
+
+Weights are files of safetensors, which hold tensors and text and can run no code. The header of
+such a file is checked before any tensor is read.
+"""
 
 import hashlib
 import io
@@ -30,51 +34,69 @@ def published(model: nn.Module) -> dict[str, Tensor]:
     Those of registered features are left out, because they are found again by their checksum. LoRA
     updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
     hooks and extra state may contain statistics of private records.
+
+    Args:
+        model: trained network. Its tensors are not copied.
     """
-    merged = {
-        f"{path}.weight": module.merged()
-        for path, module in model.named_modules()
-        if isinstance(module, LoraLinear)
-    }
-    held = {name: t for name, t in _held(model).items() if _is_published(model, name)}
+    held = {name: tensor for name, tensor in _held(model).items() if _is_published(model, name)}
+    merged = dict[str, Tensor]()
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            merged[f"{path}.weight"] = module.merged()
     return {**held, **merged}
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model by name, without copying them."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    added = {id(part) for layer in layers for part in (layer.down, layer.up)}
-    return {
-        f"{path}.{name}" if path else name: tensor
-        for path, module in model.named_modules(remove_duplicate=False)
-        if id(module) not in added
-        for name, tensor in (module._parameters | module._buffers).items()
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    }
+    """Return the tensors of a model by name, without copying them, apart from LoRA updates."""
+    updates = set[int]()
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            updates |= {id(module.down), id(module.up)}
+    tensors = dict[str, Tensor]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in updates:
+            continue
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"{path}.{name}" if path else name] = tensor
+    return tensors
 
 
 def _is_published(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor is in the published file: not if it belongs to public features."""
     return not isinstance(model, FrozenFeatures) or model.publishes(name)
 
 
 @torch.no_grad()
 def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the parameters and buffers of the same names, in place."""
-    for name, own in _held(model).items():
+    """Copy tensors into the parameters and buffers of the same names, in place.
+
+    Args:
+        model: network whose other tensors stay.
+        tensors: tensors by name. Names that the network does not have are ignored.
+    """
+    for name, tensor in _held(model).items():
         if name in tensors:
-            own.copy_(tensors[name])
+            tensor.copy_(tensors[name])
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the CPU, as it is stored in a file."""
+    """Return a contiguous copy on the CPU, as it is stored in a file, without a graph."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def check_publishable(model: nn.Module) -> None:
-    """Raise ModelError if a model has a tensor that cannot be stored in a model file."""
+    """Reject a model with a tensor that cannot be stored in a model file, before it is trained.
+
+    Each tensor is written and read once, in memory.
+
+    Raises:
+        ModelError: names the tensor, and what it would have to be.
+    """
     for name, tensor in published(model).items():
         try:
-            loaded = safetensors.torch.load(safetensors.torch.save({name: stored(tensor)}))
+            content = safetensors.torch.save({name: stored(tensor)})
+            loaded = safetensors.torch.load(content)
             adopt(model, loaded)
             storable = not not_finite(loaded)
         except Exception as failure:  # torch raises a different error for each kind of tensor
@@ -84,6 +106,7 @@ def check_publishable(model: nn.Module) -> None:
 
 
 def _not_storable(name: str, tensor: Tensor) -> ModelError:
+    """Return the error for a tensor that cannot be stored."""
     kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
     return ModelError(
         f"{name} of the network ({kind}) cannot be saved in {MODEL_FILE} and loaded again. Use a "
@@ -93,62 +116,79 @@ def _not_storable(name: str, tensor: Tensor) -> ModelError:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a fault for each tensor that is not finite; no run publishes one."""
-    return [
-        f"{name} contains NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
-    ]
+    """Return a fault for each tensor that is not finite; no run publishes one.
+
+    Args:
+        tensors: tensors by name.
+    """
+    names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    return [f"{name} contains NaN or infinity" for name in names]
 
 
 @dataclass(frozen=True)
 class PublicWeights:
-    """Contents of a file of public weights."""
+    """Contents of a file of public weights.
+
+    Attributes:
+        path: path of the file.
+        sha256: SHA-256 of the file.
+        tensors: tensors by name, on the CPU.
+        trained_on: dataset that dpmac trained them on, if the file records it.
+        published: whether all records they were trained on are published, as far as the file tells.
+    """
 
     path: Path
-    sha256: str  # SHA-256 of the file
+    sha256: str
     tensors: Mapping[str, Tensor]
-    trained_on: str | None = None  # dataset that dpmac trained them on, if the file records it
-    published: bool = True  # whether all records they were trained on are published, as far as said
+    trained_on: str | None = None
+    published: bool = True
 
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
         """Load the weights into a model in place, and yield notes for the user.
 
-        The layer ``head`` keeps its initial weights if the file has none of its shape, and may be
-        absent from the model. Raises ModelError if anything else does not fit.
+        Args:
+            model: network to load into.
+            head: name of its last layer. It keeps its initial weights if the file has none of its
+                shape, and may be absent from the model. None if there is none.
+
+        Raises:
+            ModelError: anything but the head does not fit. Names the first such tensor.
         """
         wanted, tensors, prefix = _held(model), self.tensors, f"{head}."
-        faults = {
-            name: fault
-            for name in sorted(wanted.keys() | tensors.keys())
-            if (fault := _fault(tensors.get(name), wanted.get(name)))
-            and (name in tensors or not name.endswith("num_batches_tracked"))
-        }
+        faults = dict[str, str]()
+        for name in sorted(wanted.keys() | tensors.keys()):
+            fault = _fault(tensors.get(name), wanted.get(name))
+            if fault and (name in tensors or not name.endswith("num_batches_tracked")):
+                faults[name] = fault
         fresh = {name for name in faults if head is not None and name.startswith(prefix)}
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
         if rest:
-            remedy = " Only one of them has batch norm; {fix_norm} removes it from the network."
-            on_one_side = any(name.endswith("running_mean") for name in faults)
+            remedy = ""
+            if any(name.endswith("running_mean") for name in faults):
+                remedy = " Only one of them has batch norm; {fix_norm} removes it from the network."
             raise ModelError(
                 f"{self.path} does not fit the network: {some_of(rest)[0]}. Only the "
                 "last layer may be missing or have another shape. Use the network that the "
-                f"weights were trained in.{remedy * on_one_side}"
+                f"weights were trained in.{remedy}"
             )
-        left_out = prefix if fresh else "."  # ignore the whole head if any part does not fit
-        adopt(model, {n: t for n, t in tensors.items() if not n.startswith(left_out)})
+        ignored = prefix if fresh else "."  # all of the head, if any part does not fit
+        fitting = {name: t for name, t in tensors.items() if not name.startswith(ignored)}
+        adopt(model, fitting)
         if fresh & wanted.keys():
             yield f"{self.path.name} has no matching layer '{head}'. It starts from scratch."
 
 
-def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
+def _fault(in_file: Tensor | None, in_network: Tensor | None) -> str | None:
     """Return why an entry of a file does not fit; None if it does."""
-    if wanted is None:
+    if in_network is None:
         return "not in the network"
-    if found is None:
+    if in_file is None:
         return "missing from the file"
-    if found.shape != wanted.shape:
-        return f"{tuple(found.shape)} in the file, expected {tuple(wanted.shape)}"
-    if found.is_floating_point() != wanted.is_floating_point():
-        return f"{found.dtype} in the file, expected {wanted.dtype}".replace("torch.", "")
-    return None if found.isfinite().all() else "contains NaN or infinity"
+    if in_file.shape != in_network.shape:
+        return f"{tuple(in_file.shape)} in the file, expected {tuple(in_network.shape)}"
+    if in_file.is_floating_point() != in_network.is_floating_point():
+        return f"{in_file.dtype} in the file, expected {in_network.dtype}".replace("torch.", "")
+    return None if in_file.isfinite().all() else "contains NaN or infinity"
 
 
 def read_weights(
@@ -156,24 +196,34 @@ def read_weights(
 ) -> PublicWeights:
     """Read a safetensors file of public weights, or a known pickle of tensors.
 
-    ``sha256`` is the start of the checksum of a known pickle; "" for other files. Messages name
-    the ``flag`` that the file belongs to and end with the ``remedy``, a sentence. Raises InputError
-    if the file cannot be read, is not a safetensors file, or has another checksum.
+    Args:
+        path: path of the file.
+        flag: setting that names it, for messages.
+        sha256: start of the checksum of a known pickle; "" for other files. No other pickle is
+            loaded, because it could run code.
+        remedy: a sentence that ends messages.
+
+    Returns:
+        Tensors, with the dataset that they were trained on if dpmac wrote the file.
+
+    Raises:
+        InputError: the file cannot be read, is not a safetensors file, has another checksum, or is
+            a private checkpoint.
     """
     try:
         content = path.read_bytes()
     except OSError as failure:
         why = failure.strerror or failure
         raise InputError(f"{flag}: {path} cannot be read ({why}). {remedy}".rstrip()) from failure
-    found = hashlib.sha256(content).hexdigest()
-    if not found.startswith(sha256):
+    checksum = hashlib.sha256(content).hexdigest()
+    if not checksum.startswith(sha256):
         raise InputError(
-            f"{flag}: {path} is not the expected file: its SHA-256 is {found}, not {sha256}. "
+            f"{flag}: {path} is not the expected file: its SHA-256 is {checksum}, not {sha256}. "
             f"{remedy}"
         )
     if sha256:
         known = torch.load(io.BytesIO(content), "cpu", weights_only=True)  # noqa: TID251  (published, SHA-256)
-        return PublicWeights(path, found, known)
+        return PublicWeights(path, checksum, known)
     try:
         tensors, header = unpacked(content)
     except ValueError as failure:
@@ -190,11 +240,12 @@ def read_weights(
         )
     try:
         facts = json.loads(header[MODEL_HEADER])
-        trained_on, own = str(facts["data"]["name"]), facts["data"]["own"]
+        trained_on, user_supplied = str(facts["data"]["name"]), facts["data"]["own"]
         start = facts["settings"].get("pretrained")
     except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
-        return PublicWeights(path, found, tensors)
-    return PublicWeights(path, found, tensors, trained_on, published=not own and start is None)
+        return PublicWeights(path, checksum, tensors)
+    published_records = not user_supplied and start is None
+    return PublicWeights(path, checksum, tensors, trained_on, published=published_records)
 
 
 class _Stored(BaseModel):
@@ -208,7 +259,20 @@ _HEADER = TypeAdapter(dict[str, _Stored | dict[str, str]])
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and header of a safetensors file. Raises ValueError if it is not one."""
+    """Return the tensors and header of a safetensors file.
+
+    The header is 8 bytes with its length, little-endian, and then JSON: a dtype, a shape and places
+    for each tensor, and texts under ``__metadata__``.
+
+    Args:
+        content: contents of the file.
+
+    Returns:
+        Tensors on the CPU by name, and the texts of the header.
+
+    Raises:
+        ValueError: it is no such file, or a tensor has a dtype or a shape that no network has.
+    """
     size = int.from_bytes(content[:8], "little")
     try:
         header = _HEADER.validate_json(content[8 : 8 + size], strict=True)

@@ -1,6 +1,10 @@
 """Optimizers: one file each, in the order of help and tables.
 
-Settings and help read them, so they name torch's types without loading torch.
+Importing a module of this package registers its optimizer. To add one, write a file with a class
+under :func:`~dpmac_cli.optim.optimizer.register_optimizer`, and add a line below. Help, completion,
+reports, comparisons and tests read :data:`~dpmac_cli.optim.optimizer.OPTIMIZERS`.
+
+Settings and help read the classes, so they name torch's types without loading torch.
 """
 
 # isort: off

@@ -1,4 +1,8 @@
-"""AdaClip, which clips by coordinate."""
+"""AdaClip, which clips by coordinate.
+
+Its ellipsoid is :class:`~dpmac_cli.dp.geometry.AdaClipEllipsoid`, which keeps the mean and the
+spread of g-tilde. This file has the hyperparameters, and the update of theta.
+"""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,6 +29,13 @@ class AdaClip(Optimizer, frozen=True):
 
     $$b_t = s_t^{1/2}\Big(\sum_j s_{t,j}\Big)^{1/2}, \qquad s_0^2 = \sqrt{h_1 h_2}.$$
 
+    Hyperparameters:
+
+    - `beta1`: decay rate $\beta_1$ of the centre.
+    - `beta2`: decay rate $\beta_2$ of the variance.
+    - `h1`, `h2`: bounds $h_1 \le h_2$ of the variance of one step. They bound $b_t$, too.
+    - `lr`: learning rate $\eta$.
+
     There is no $C$.
     """
 
@@ -42,5 +53,12 @@ class AdaClip(Optimizer, frozen=True):
     def update(
         self, theta: "Tensor", eta: float, private: "PrivateMean", moments: "Moments"
     ) -> None:
-        """Take a step of gradient descent along g-tilde_t."""
+        """Take a step of gradient descent along g-tilde_t, in place.
+
+        Args:
+            theta: parameters theta_(t-1), shape (block,), which become theta_t.
+            eta: learning rate of this step.
+            private: private mean g-tilde_t.
+            moments: not used; centre and variance are state of the geometry.
+        """
         theta.sub_(private.value, alpha=eta)

@@ -1,4 +1,8 @@
-"""DP-MacAdam, which clips by coordinate, and its ellipsoid."""
+"""DP-MacAdam, which clips by coordinate, and the hyperparameters of its ellipsoid.
+
+Lines 12 to 15 of Algorithm 1 are :func:`~dpmac_cli.optim.dp_adam.adam`, lines 16 to 20 are
+:class:`~dpmac_cli.dp.geometry.MacAdamEllipsoid`. Both use the same running mean of g-tilde.
+"""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -18,12 +22,20 @@ if TYPE_CHECKING:
     from dpmac_cli.dp.mechanism import PrivateMean
     from dpmac_cli.dp.moments import Moments
 
-#: How the variance of the gradients is estimated.
+#: Estimate of the variance of the gradients from s_t, line 19 of Algorithm 1.
 Kappa = Literal["paper", "exact", "tracked"]
 
 
 class InEllipsoid(Optimizer, frozen=True):
-    """An optimizer with DP-MacAdam's ellipsoid."""
+    """Optimizer with DP-MacAdam's ellipsoid, a base class.
+
+    Attributes:
+        beta1: decay rate of m and of s, in [0, 1).
+        h1: lower bound of the estimated variance, > 0.
+        h2: upper bound of the estimated variance, at least h1.
+        kappa: estimate of the variance; see
+            :class:`~dpmac_cli.dp.geometry.MacAdamEllipsoid`.
+    """
 
     of_privacy: ClassVar[frozenset[str]] = frozenset({"h1", "h2", "kappa"})
     clips: ClassVar[str] = "macadam"
@@ -67,6 +79,13 @@ class DPMacAdam(InEllipsoid, frozen=True):
     \hat s_t = \mathrm{clamp}\Big(\frac{s_t - \psi_t}{\kappa^\ast_t},\ h_1,\ h_2\Big).$$
 
     All three are functions of private values, so they have the same privacy cost.
+
+    Hyperparameters:
+
+    - `beta1`, `beta2`: decay rates $\beta_1$ of $m$ and $s$, and $\beta_2$ of $v$.
+    - `h1`, `h2`: bounds $h_1 \le h_2$ of the estimated variance.
+    - `gamma`: stability constant $\gamma$.
+    - `lr`: learning rate $\eta$.
     """
 
     lr: Scale = 1e-3
@@ -76,5 +95,5 @@ class DPMacAdam(InEllipsoid, frozen=True):
     def update(
         self, theta: "Tensor", eta: float, private: "PrivateMean", moments: "Moments"
     ) -> None:
-        """Take a step of Adam."""
+        """Take a step of Adam, see :func:`~dpmac_cli.optim.dp_adam.adam`."""
         adam(theta, eta, private, moments, (self.beta1, self.beta2), self.gamma)

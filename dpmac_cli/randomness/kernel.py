@@ -3,6 +3,9 @@
 A group is 16 pairs of normals. Its radii have two blocks of the key stream, its angles one or two,
 and its dither one for each half. Words are those of :class:`dpmac_cli.randomness.keystream.Stretch`
 bit for bit; logarithms, sines and cosines may differ from the CPU's in their last bits.
+
+Functions under ``triton.jit`` are compiled for the device. Their tensors are those of one program,
+which computes :data:`GROUPS` groups.
 """
 
 import math
@@ -15,15 +18,20 @@ from torch import Tensor
 
 from dpmac_cli.randomness.keystream import DITHER, LEAST_U
 
-#: Pairs of normals in a group, and groups that one program of the kernel computes.
-GROUP, GROUPS = tl.constexpr(16), tl.constexpr(64)
-_LEAST, _DITHER = tl.constexpr(LEAST_U), tl.constexpr(DITHER * 2.0**-32)
-_TURN_32, _TURN_64 = (tl.constexpr(math.tau * 2.0**-bits) for bits in (32, 64))
+#: Pairs of normals in a group.
+GROUP = tl.constexpr(16)
+#: Groups that one program of the kernel computes.
+GROUPS = tl.constexpr(64)
+_LEAST = tl.constexpr(LEAST_U)
+_DITHER = tl.constexpr(DITHER * 2.0**-32)
+#: Angles of words, of 32 and of 64 bits, are multiples of these.
+_TURN_32 = tl.constexpr(math.tau * 2.0**-32)
+_TURN_64 = tl.constexpr(math.tau * 2.0**-64)
 
 
 @triton.jit
 def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
-    """Return the quarter round of RFC 8439, section 2.1."""
+    """Return the quarter round of RFC 8439, section 2.1, of four words in uint32."""
     a = a + b
     d = d ^ a
     d = (d << 16) | (d >> 16)
@@ -49,13 +57,27 @@ def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
         counter: numbers of the blocks, uint32, shape (blocks,).
     """
     zero = counter ^ counter
-    a0, a1 = zero + 0x61707865, zero + 0x3320646E
-    a2, a3 = zero + 0x79622D32, zero + 0x6B206574
-    b0, b1, b2, b3 = _at(seed, 0, zero), _at(seed, 1, zero), _at(seed, 2, zero), _at(seed, 3, zero)
-    c0, c1, c2, c3 = _at(seed, 4, zero), _at(seed, 5, zero), _at(seed, 6, zero), _at(seed, 7, zero)
-    d0, d1, d2, d3 = counter, _at(seed, 8, zero), _at(seed, 9, zero), _at(seed, 10, zero) + lane
-    e0, e1, e2, e3, f0, f1, f2, f3 = a0, a1, a2, a3, b0, b1, b2, b3
-    g0, g1, g2, g3, h0, h1, h2, h3 = c0, c1, c2, c3, d0, d1, d2, d3
+    # The state of 4 x 4 words: constants, the key in two rows, and counter and nonce.
+    a0 = zero + 0x61707865
+    a1 = zero + 0x3320646E
+    a2 = zero + 0x79622D32
+    a3 = zero + 0x6B206574
+    b0 = _at(seed, 0, zero)
+    b1 = _at(seed, 1, zero)
+    b2 = _at(seed, 2, zero)
+    b3 = _at(seed, 3, zero)
+    c0 = _at(seed, 4, zero)
+    c1 = _at(seed, 5, zero)
+    c2 = _at(seed, 6, zero)
+    c3 = _at(seed, 7, zero)
+    d0 = counter
+    d1 = _at(seed, 8, zero)
+    d2 = _at(seed, 9, zero)
+    d3 = _at(seed, 10, zero) + lane
+    e0, e1, e2, e3 = a0, a1, a2, a3
+    f0, f1, f2, f3 = b0, b1, b2, b3
+    g0, g1, g2, g3 = c0, c1, c2, c3
+    h0, h1, h2, h3 = d0, d1, d2, d3
     for _ in range(10):
         e0, f0, g0, h0 = _quarter(e0, f0, g0, h0)
         e1, f1, g1, h1 = _quarter(e1, f1, g1, h1)
@@ -76,7 +98,8 @@ def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
 @triton.jit
 def _at(seed: tl.tensor, place: tl.tensor, zero: tl.tensor) -> tl.tensor:
     """Return a word of a seed, uint32, as often as ``zero`` has elements."""
-    return tl.load(seed + place).to(tl.uint32, bitcast=True) + zero
+    word = tl.load(seed + place).to(tl.uint32, bitcast=True)
+    return word + zero
 
 
 @triton.jit
@@ -88,9 +111,11 @@ def _column(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor
 @triton.jit
 def _wide(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
     """Return the 64-bit words of groups, int64, shape (16 groups,), each from two 32-bit words."""
-    two = tl.reshape(tl.join(group * 2, group * 2 + 1), (group.shape[0] * 2,))
-    low, high = tl.split(tl.reshape(_block(seed, lane, two), (group.shape[0] * 16, 2)))
-    return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
+    two_blocks = tl.reshape(tl.join(group * 2, group * 2 + 1), (group.shape[0] * 2,))
+    halves = tl.reshape(_block(seed, lane, two_blocks), (group.shape[0] * 16, 2))
+    low, high = tl.split(halves)
+    words = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+    return words.to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -103,21 +128,32 @@ def _narrow(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
 def _fill(
     out: tl.tensor, seed: tl.tensor, n: tl.tensor, WIDE: tl.constexpr, SECURE: tl.constexpr
 ) -> None:
-    """Fill ``out``, shape (n,), whose pairs are its first half and its second."""
+    """Fill ``out``, whose pairs are its first half and its second.
+
+    Args:
+        out: pointer to n float32 or float64 numbers.
+        seed: see :func:`_block`.
+        n: number of normals.
+        WIDE: whether to compute in float64.
+        SECURE: whether to add dither.
+    """
     pairs = (n + 1) // 2
     group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32)
     u = _wide(seed, 0, group).to(tl.float64) * (2 * _LEAST) + _LEAST
     squared = -tl.log(u * u)
     if WIDE:
-        angle, radius = _wide(seed, 1, group).to(tl.float64) * _TURN_64, tl.sqrt(squared)
+        angle = _wide(seed, 1, group).to(tl.float64) * _TURN_64
+        radius = tl.sqrt(squared)
     else:
         angle = _narrow(seed, 1, group).to(tl.float32) * _TURN_32
         radius = tl.sqrt_rn(squared.to(tl.float32))
-    first, second = tl.cos(angle) * radius, tl.sin(angle) * radius
+    first = tl.cos(angle) * radius
+    second = tl.sin(angle) * radius
     if SECURE:
         first += _narrow(seed, 2, group).to(tl.float64) * _DITHER
         second += _narrow(seed, 3, group).to(tl.float64) * _DITHER
-    pair = tl.program_id(0) * GROUPS * GROUP + tl.arange(0, GROUPS * GROUP)
+    first_pair = tl.program_id(0) * GROUPS * GROUP
+    pair = first_pair + tl.arange(0, GROUPS * GROUP)
     tl.store(out + pair, first.to(out.dtype.element_ty), mask=pair < pairs)
     tl.store(out + pairs + pair, second.to(out.dtype.element_ty), mask=pairs + pair < n)
 
@@ -133,10 +169,11 @@ def fill_normals(out: Tensor, key: bytes, step: int, lane: int, *, secure: bool 
         secure: whether to compute in float64 and to add dither.
     """
     # As a tensor, because Triton writes whole numbers into the names of its cached files.
-    seed = np.frombuffer(key + step.to_bytes(8, "little") + lane.to_bytes(4, "little"), np.int32)
+    seed = key + step.to_bytes(8, "little") + lane.to_bytes(4, "little")
+    words = torch.from_numpy(np.frombuffer(seed, np.int32).copy())
+    words = words.to(out.device, non_blocking=True)
     pairs = (len(out) + 1) // 2
     wide = secure or out.dtype == torch.float64
-    blocks = (triton.cdiv(pairs, GROUPS.value * GROUP.value),)
-    words = torch.from_numpy(seed.copy()).to(out.device, non_blocking=True)
+    programs = (triton.cdiv(pairs, GROUPS.value * GROUP.value),)
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _fill[blocks](out, words, len(out), WIDE=wide, SECURE=secure)
+        _fill[programs](out, words, len(out), WIDE=wide, SECURE=secure)

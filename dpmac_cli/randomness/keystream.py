@@ -1,4 +1,9 @@
-"""Secret keys of a run, and random bits as a function of a key and the step."""
+"""Secret keys of a run, and random bits as a function of a key and the step.
+
+Every random number of a run is a function of a secret key of 256 bits, a step, and a position in
+the key stream of ChaCha20 (RFC 8439) at this step. So no bits are used twice, a step can be drawn
+again after it failed, and the noise of a run cannot be found by trying seeds.
+"""
 
 import os
 import secrets
@@ -47,7 +52,7 @@ class Unshared:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Raise InputError in another process, such as a fork."""
+        """Raise InputError in another process than the one that created this, such as a fork."""
         if os.getpid() != self._process:
             raise InputError(FORKED)
 
@@ -62,19 +67,32 @@ class Keys:
 
     The random numbers of one stream reveal nothing about those of another. A stream without a key
     (b"") cannot be used. They are never written to disk: a resumed run draws new ones.
+
+    Attributes:
+        init: initial parameters, which no record changes; not secret.
+        sampler: batches, line 3 of Algorithm 1.
+        noise: Gaussian noise, line 9.
+        canaries: contents of canaries.
+        coins: whether each canary is in the dataset.
+        layers: augmented views and dropout.
+        scores: noise of covered scores.
+        counts: noise of histograms.
+        counted: records that histograms count.
+        ranges: noise of counts before training.
+        base: previous steps, from which the epochs of a sampler are counted.
     """
 
-    init: bytes = b""  # initial parameters, which no record changes; not secret
-    sampler: bytes = b""  # batches
-    noise: bytes = b""  # Gaussian noise
-    canaries: bytes = b""  # contents of canaries
-    coins: bytes = b""  # whether each canary is in the dataset
-    layers: bytes = b""  # augmented views and dropout
-    scores: bytes = b""  # noise of covered scores
-    counts: bytes = b""  # noise of histograms
-    counted: bytes = b""  # records that histograms count
-    ranges: bytes = b""  # noise of counts before training
-    base: int = 0  # previous steps, from which the epochs of a sampler are counted
+    init: bytes = b""
+    sampler: bytes = b""
+    noise: bytes = b""
+    canaries: bytes = b""
+    coins: bytes = b""
+    layers: bytes = b""
+    scores: bytes = b""
+    counts: bytes = b""
+    counted: bytes = b""
+    ranges: bytes = b""
+    base: int = 0
 
 
 #: Names of the streams. A stream's index is part of its seed.
@@ -86,28 +104,67 @@ def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
 
     Keys of different parts have nothing in common, even for one seed: session k of a run has the
     keys of (seed, k).
+
+    Args:
+        seed: seed, for tests and studies of public data. Who knows it knows the noise.
+        base: previous steps, see :class:`Keys`.
+        part: number of the part, such as the session of a run.
+
+    Example:
+        >>> make_keys(seed=1).noise == make_keys(seed=1).noise
+        True
+        >>> make_keys(seed=None).noise == make_keys(seed=None).noise
+        False
     """
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
-    sequences = (np.random.SeedSequence(seed, spawn_key=(i, part)) for i in range(len(STREAMS)))
-    words = [each.generate_state(4, np.uint64).astype("<u8") for each in sequences]
-    return Keys(base=base, **{n: w.tobytes() for n, w in zip(STREAMS, words, strict=True)})
+    keys = {}
+    for number, name in enumerate(STREAMS):
+        sequence = np.random.SeedSequence(seed, spawn_key=(number, part))
+        words = sequence.generate_state(4, np.uint64)
+        keys[name] = words.astype("<u8").tobytes()
+    return Keys(base=base, **keys)
 
 
 def generator(key: bytes, step: int = 0) -> np.random.Generator:
-    """Return numpy's SFC64, fast but not cryptographic, seeded by the key stream of a step."""
+    """Return numpy's SFC64, fast but not cryptographic, seeded by the key stream of a step.
+
+    Args:
+        key: secret key, 32 bytes.
+        step: number of the step.
+    """
     return KeyStream(key).at(step).generator()
 
 
 class KeyStream:
-    """Key stream of ChaCha20, RFC 8439. Raises ValueError unless the key has 32 bytes."""
+    """Key stream of ChaCha20, RFC 8439.
+
+    Args:
+        key: secret key, 32 bytes.
+
+    Raises:
+        ValueError: the key has another length.
+
+    Example:
+        >>> stream = KeyStream(bytes(32))
+        >>> first = stream.at(step=1).generate_state(2)
+        >>> bool((first == stream.at(step=1).generate_state(2)).all())
+        True
+        >>> bool((first == stream.at(step=2).generate_state(2)).any())
+        False
+    """
 
     def __init__(self, key: bytes) -> None:
         ChaCha20(key, bytes(16))  # raises ValueError
         self.key = key
 
     def at(self, step: int, lane: int = 0) -> "Stretch":
-        """Return the key stream of a lane of a step, 2^32 blocks: the nonce is (step, lane)."""
+        """Return the key stream of a lane of a step, 2^32 blocks: the nonce is (step, lane).
+
+        Args:
+            step: number of the step, below 2^64.
+            lane: number of the stream within the step, below 2^32.
+        """
         nonce = step.to_bytes(8, "little") + lane.to_bytes(4, "little")
         return Stretch(Cipher(ChaCha20(self.key, bytes(4) + nonce), None).encryptor())
 
@@ -119,9 +176,18 @@ class Stretch(ISeedSequence):
         self._cipher = cipher
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the next words, in whole blocks: the interface of numpy's seed sequences."""
+        """Return the next words, in whole blocks: the interface of numpy's seed sequences.
+
+        Args:
+            n_words: number of words.
+            dtype: type of a word.
+
+        Returns:
+            Shape (n_words,). What is left of the last block is not used.
+        """
         size = n_words * np.dtype(dtype).itemsize
-        words = np.empty(-(-size // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+        blocks = -(-size // BLOCK_BYTES)  # rounded up
+        words = np.empty(blocks * BLOCK_BYTES, np.uint8)
         for begin in range(0, len(words), len(_ZEROS)):
             zeros = memoryview(_ZEROS)[: len(words) - begin]
             self._cipher.update_into(zeros, words[begin:].data)

@@ -1,4 +1,12 @@
-"""Batch samplers. Draws must stay secret: privacy amplification by sampling relies on it."""
+"""Batch samplers: line 3 of Algorithm 1. Draws must stay secret.
+
+Privacy amplification by sampling relies on it, so record numbers and sizes of batches are private.
+The object that draws is the one whose event is priced: :meth:`BatchSampling.event`.
+
+The paper draws B records in each step. Here B is the expected number: in Poisson sampling (Abadi et
+al. 2016, arXiv 1607.00133) the number drawn is binomial, and in random allocation each record is in
+one batch of each epoch. Memory: a draw takes 8 bytes per training record.
+"""
 
 import math
 from dataclasses import dataclass
@@ -19,14 +27,24 @@ class Sampler(Protocol):
     """Interface that draws one batch per step."""
 
     def draw(self, step: int) -> Indices:
-        """Return the records of step t = 1, 2, ..., a function of the key and t."""
+        """Return the records of step t = 1, 2, ..., a function of the key and t.
+
+        Args:
+            step: t. Steps may be drawn in any order, and again.
+        """
 
 
 class SeededDraws:
-    """Random choices among n records for one step or epoch, with numpy's generator."""
+    """Random choices among n records for one step or epoch, with numpy's generator.
+
+    Args:
+        size: n.
+        stretch: random bits of the step or epoch, which seed the generator.
+    """
 
     def __init__(self, size: int, stretch: Stretch) -> None:
-        self._size, self._generator = size, stretch.generator()
+        self._size = size
+        self._generator = stretch.generator()
 
     def independently(self, rate: float) -> Indices:
         """Draw each record with probability ``rate`` in (0, 1], independently of the others.
@@ -37,15 +55,25 @@ class SeededDraws:
         return np.sort(self._generator.choice(self._size, count, replace=False, shuffle=False))
 
     def bins(self, count: int) -> NDArray[np.int64]:
-        """Draw one of ``count`` bins, from 0, for each record, independently; shape (n,)."""
+        """Draw one of ``count`` bins, from 0, for each record, independently; shape (n,).
+
+        Args:
+            count: number of bins, such as the steps of an epoch.
+        """
         return self._generator.integers(0, count, self._size)
 
 
 class SecureDraws:
-    """Random choices like :class:`SeededDraws`, with a cipher's key stream, 64 bits per record."""
+    """Random choices like :class:`SeededDraws`, with a cipher's key stream, 64 bits per record.
+
+    Args:
+        size: number n of records.
+        stretch: random bits of the step or epoch.
+    """
 
     def __init__(self, size: int, stretch: Stretch) -> None:
-        self._size, self._stretch = size, stretch
+        self._size = size
+        self._stretch = stretch
 
     def independently(self, rate: float) -> Indices:
         """Draw each record with probability ``rate``, rounded down to a multiple of 2^-64."""
@@ -94,23 +122,37 @@ class KeyedSampler:
         secure: bool = False,
         base: int = 0,
     ) -> None:
-        self._name, self._size, self._base = name, size, base
-        self._rate, self._steps = rate, steps
-        self._keys, self._kind = KeyStream(key), SecureDraws if secure else SeededDraws
-        self._epoch, self._dealt = -1, np.empty(0, np.int64)
+        self._name = name
+        self._size = size
+        self._rate = rate
+        self._steps = steps
+        self._base = base
+        self._keys = KeyStream(key)
+        self._kind = SecureDraws if secure else SeededDraws
+        self._epoch = -1  # the epoch whose batches are in _bins
+        self._bins = np.empty(0, np.int64)
 
     def draw(self, step: int) -> Indices:
-        """Return the records of step t."""
+        """Return the records of a step.
+
+        Args:
+            step: t, from 1.
+
+        Raises:
+            ValueError: there is no sampler of the name.
+        """
         if self._name == "poisson":
             return self._choices(step).independently(self._rate)
         if self._name != "random-allocation":
             raise ValueError(f"there is no sampler {self._name}")
         epoch, place = divmod(step - 1 - self._base, self._steps)
         if epoch != self._epoch:
-            self._epoch, self._dealt = epoch, self._choices(epoch).bins(self._steps)
-        return np.flatnonzero(self._dealt == place)
+            self._epoch = epoch
+            self._bins = self._choices(epoch).bins(self._steps)
+        return np.flatnonzero(self._bins == place)
 
     def _choices(self, place: int) -> SeededDraws | SecureDraws:
+        """Return the random choices of a step or an epoch."""
         return self._kind(self._size, self._keys.at(place))
 
 
@@ -128,13 +170,19 @@ class RandomPlaces:
     """
 
     def __init__(self, key: bytes, count: int, rank: int = 0) -> None:
-        self._keys, self._lane, self.count = KeyStream(key), PLACES + rank, count
+        self._keys = KeyStream(key)
+        self._lane = PLACES + rank
+        self.count = count
 
     def draw(self, step: int, places: int) -> Indices:
         """Return all of a number of places in random order; shape (places,).
 
         Any record could have any of the others' places: if two words are equal, all are drawn
         again.
+
+        Args:
+            step: t, from 1.
+            places: number of places, at least :attr:`count`.
         """
         stretch = self._keys.at(step, self._lane)
         while True:
@@ -154,6 +202,16 @@ class BatchSampling:
 
     Raises:
         InputError: lists every invalid number.
+
+    Example:
+        >>> sampling = Poisson(n=1000, batch_size=64)
+        >>> event = sampling.event(sigma=1.0, steps=160)
+        >>> event.sampling_rate, sampling.steps_per_epoch
+        (0.064, 16)
+        >>> sampler = sampling.draws(key=bytes(32))  # in practice, secrets.token_bytes(32)
+        >>> batch = sampler.draw(1)
+        >>> bool((batch[1:] > batch[:-1]).all())  # increasing record numbers
+        True
     """
 
     n: int
@@ -162,23 +220,26 @@ class BatchSampling:
     sampler: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
-        counts = {"n": self.n, "batch_size": self.batch_size}
-        errors = [
-            f"{name} must be an integer of at least 1, not {value!r}."
-            for name, value in counts.items()
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1
-        ]
+        errors = []
+        for name, value in (("n", self.n), ("batch_size", self.batch_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                errors.append(f"{name} must be an integer of at least 1, not {value!r}.")
         if not errors and self.batch_size > self.n:
             errors = [f"batch_size ({self.batch_size:,}) must not be above n, {self.n:,}."]
         raise_errors(errors)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return ceil(n/B)."""
+        """Return the number of steps in which a record is drawn about once, ceil(n/B)."""
         return math.ceil(self.n / self.batch_size)
 
     def event(self, sigma: float, steps: int) -> TrainingEvent:
-        """Return the privacy event of a number of steps with noise multiplier sigma."""
+        """Return the privacy event of a training, from which its epsilon follows.
+
+        Args:
+            sigma: noise multiplier.
+            steps: number of steps.
+        """
         rate = self.batch_size / self.n
         return TrainingEvent(rate, sigma, steps, self.sampler, self.steps_per_epoch)
 
@@ -204,11 +265,18 @@ class BatchSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(BatchSampling):
-    """Each step includes each record independently with probability B/n."""
+    """Each step includes each record independently with probability B/n.
+
+    A batch may be empty, and a record may be in several batches of an epoch, or in none.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(BatchSampling):
-    """Each record is in one batch of each epoch, chosen at random, independently of the others."""
+    """Each record is in one batch of each epoch, chosen at random, independently of the others.
+
+    Batches of an epoch are disjoint, and their sizes vary. The epsilon of whole epochs is a few
+    percent lower than that of Poisson sampling.
+    """
 
     sampler: ClassVar[str] = "random-allocation"

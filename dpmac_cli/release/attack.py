@@ -201,7 +201,7 @@ class Recipe:
     def attacked_run(self) -> NDArray[np.float64]:
         """Return the confidence of the attacked run itself in all records, shape (records,)."""
         data = on_device(replace(self.data, train=self._pool, test=None), self.device)
-        header = self.released.header
+        header = self.released.facts
         data = data.scaled_as(header.data.records).predicting(header.task)
         return _confidences(self.released.model, data, data.train)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dpmac_cli.accounting.accountants import (
     delta_curve,
@@ -23,8 +23,8 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import Count, TrainingEvent, merged
 from dpmac_cli.config.records import AnyNumber
-from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import FORMAT, Events, parse_file
+from dpmac_cli.errors import InputError, first_fault
+from dpmac_cli.release.report import FORMAT, Events, parse_file, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 
@@ -83,26 +83,21 @@ def as_likely(
     return True
 
 
-class Audit(Part):
-    """Audit of a run: the contents of audit.json.
+class Guesses(Part):
+    """Outcome of an attack on canaries: the contents of audit.json, beside its version.
 
     Attributes:
-        claimed: claimed upper bound on epsilon of the run; None if it is not finite.
         guesses: number r of guesses, chosen before the run.
         scores: score of every canary; higher if it was more likely included.
         coins: whether each canary was included.
-        events: events of the claim.
 
     Raises:
         ValueError: a number is out of range, or scores and coins differ in number.
     """
 
-    claimed: Number | None
-    delta: Annotated[float, Field(gt=0, lt=1)]
     guesses: Count
     scores: tuple[AnyNumber, ...]
     coins: tuple[bool, ...]
-    events: Events
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -114,9 +109,28 @@ class Audit(Part):
     def right(self) -> int:
         """Number of right guesses: the r/2 highest scores are guessed in, the r/2 lowest out."""
         order = np.argsort(self.scores, kind="stable")
-        lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
         coins = np.asarray(self.coins)[order]
-        return int(coins[len(coins) - highest :].sum() + (~coins[:lowest]).sum())
+        lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
+        guessed_in, guessed_out = coins[len(coins) - highest :], coins[:lowest]
+        return int(guessed_in.sum() + (~guessed_out).sum())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the contents of audit.json."""
+        return {"version": FORMAT, **self.model_dump(include=set(Guesses.model_fields))}
+
+
+class Audit(Guesses):
+    """Guesses beside the claim that they test, which the report of the run makes.
+
+    Attributes:
+        claimed: claimed upper bound on epsilon of the run; None if it is not finite.
+        delta: delta of the claim.
+        events: events of the claim.
+    """
+
+    claimed: Number | None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    events: Events
 
     @cached_property
     def curve_bound(self) -> float:
@@ -127,10 +141,6 @@ class Audit(Part):
     def holds(self) -> bool:
         """Return whether the claim is at least the bound."""
         return self.claimed is None or self.curve_bound <= self.claimed
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the contents of audit.json."""
-        return {"version": FORMAT, "canaries": len(self.coins), **self.model_dump()}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -147,11 +157,26 @@ class Audit(Part):
 
 
 def read_audit(run: Path) -> Audit:
-    """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
+    """Read the guesses of a finished run, and the claim in the report beside them.
+
+    Args:
+        run: folder of the run, or its audit.json.
+
+    Raises:
+        InputError: one of the files is missing or damaged, or the run has no guarantee.
+    """
     if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
         raise InputError(
             f"{run} has no {folder.AUDIT}: it is not an audit run, or has not ended. Start one "
             f"with dpmac train --canaries 200, or resume it: {folder.resume_command(run)}"
         )
     file, text = folder.read_run_file(run, folder.AUDIT, WANTED)
-    return parse_file(Audit, text, file, "is not an audit written by dpmac", WANTED)
+    complaint = "is not an audit written by dpmac"
+    guesses = parse_file(Guesses, text, file, complaint, WANTED)
+    report = read_report(file.parent)
+    events = tuple(event for event in report.events if event.trains)
+    claim: dict[str, Any] = {"claimed": report.epsilon, "delta": report.delta, "events": events}
+    try:
+        return Audit(**claim, **guesses.model_dump())
+    except ValidationError as failure:
+        raise InputError(f"{file} {complaint} ({first_fault(failure)}). {WANTED}") from failure

@@ -1,4 +1,8 @@
-"""Model card of a run as Markdown, and self-contained web pages of runs and comparisons."""
+"""Model card of a run as Markdown, and self-contained web pages of runs and comparisons.
+
+Both are views of the report: ``tests/test_views.py`` looks for every number of them in it. A card
+has front matter that model repositories read, and answers the questions of NIST SP 800-226.
+"""
 
 import functools
 import re
@@ -19,6 +23,7 @@ from dpmac_cli.release.plots import (
     as_svg,
     confusion,
     course,
+    predicted_numbers,
     rates,
     reliability,
     residuals,
@@ -29,38 +34,54 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.calibration import Reliability
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from torch import nn
-if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
 
 
 def web_page(text: str, pictures: Mapping[str, "Figure"], below: str = "") -> str:
-    """Convert Markdown to a self-contained web page, with titled pictures, and text below them."""
+    """Convert Markdown to a web page in one file, which loads nothing else.
+
+    Args:
+        text: Markdown of the upper part, whose first line is the title. HTML in it is escaped.
+        pictures: figures between both parts, by their titles.
+        below: Markdown of the lower part.
+    """
     drawn = {escape(title): as_svg(figure) for title, figure in pictures.items()}
     markdown = markdown_it.MarkdownIt("js-default").enable("table")
-    title = escape(re.sub(r"\\(.)", r"\1", text.partition("\n")[0].removeprefix("# ")))
+    first_line = text.partition("\n")[0].removeprefix("# ")
+    without_backslashes = re.sub(r"\\(.)", r"\1", first_line)
     template = templates().get_template("page.html.jinja")
     return template.render(
-        title=title, body=markdown.render(text), pictures=drawn, below=markdown.render(below)
+        title=escape(without_backslashes),
+        body=markdown.render(text),
+        pictures=drawn,
+        below=markdown.render(below),
     )
 
 
 def run_page(run: Path) -> str:
     """Return a web page of a run: figures, pictures, the guarantee in words, and settings.
 
-    Raises InputError if it has no card, report or metrics.
+    Every number of it is in the report, the metrics or the settings of the run. Exact scores are
+    shown where the report has them; the report of a run with covered scores has none.
+
+    Args:
+        run: folder of the run.
+
+    Raises:
+        InputError: it has no card, report or metrics.
     """
     card, report = without_front_matter(answered_card(run, {})), read_report(run)
     points = _points(run)
     metric = headline_in(points[0] if points else {})
-    pictures = dict[str, "Figure"]()
+    pictures = _pictures_of_scores(report)
     if report.scores is not None:
         pictures[f"Test {metric.title} and epsilon"] = course(points, metric.logged)
-    pictures |= _pictures_of_scores(report)
     if report.delta is not None:
         row = price(report.events, report.delta, search=report.search)
         pictures["What any membership attack can reach"] = trade_offs([row])
@@ -74,11 +95,20 @@ def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
 
     They are of the scores in the report, and of the noisy histogram of the training records.
     """
-    pictures, network, classes = dict[str, "Figure"](), report.network, report.data.classes
-    counts = getattr(report.scores, "confusion", None)
-    if counts is not None and len(classes) <= MOST_CLASSES:
-        pictures["Test records by true and predicted class"] = confusion(counts, classes)
-    if bins := _reliability(report):
+    pictures = dict[str, "Figure"]()
+    network, classes, task = report.network, report.data.classes, report.task
+    by_class = getattr(report.scores, "confusion", None)
+    if by_class is not None and len(classes) <= MOST_CLASSES:
+        pictures["Test records by true and predicted class"] = confusion(by_class, classes)
+    by_number = getattr(report.scores, "by_bin", None)
+    if by_number is not None and isinstance(task, Regression):
+        coverage = getattr(report.scores, "interval_coverage_by_bin", None)
+        title = "Test records by true and predicted number"
+        if coverage is not None:
+            title += ", and the share of the targets in their intervals"
+        pictures[title] = predicted_numbers(by_number, coverage, task.bin_ends)
+    bins = _reliability(report)
+    if bins:
         pictures["Reliability of probabilities"] = reliability(bins)
     if network.calibration is not None and len(classes) == 2:
         title = "Sensitivity and specificity by the noisy histogram of the training records"
@@ -89,19 +119,24 @@ def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
     return pictures
 
 
-#: First line of the table of figures in a card, and titles of sections that have figures alone.
-FIGURES, FIGURE_SECTIONS = "|  |  |\n", ("Reliability of probabilities", "Test records by class")
+#: First line of the table of figures in a card.
+FIGURES = "|  |  |\n"
+#: Titles of sections of a card that have figures alone.
+FIGURE_SECTIONS = ("Reliability of probabilities", "Test records by class")
 
 
 def _figures_first(card: str) -> tuple[str, str]:
     """Return the title and the figures of a card, and all that it says besides, as Markdown."""
     first, *sections = re.split(r"(?m)^## ", card)
-    said, table = first.split(FIGURES, 1)
-    title, _, guarantee = said.partition("\n")
-    shown = [f"## {each}" for each in sections if each.startswith(FIGURE_SECTIONS)]
-    others = [f"## {each}" for each in sections if not each.startswith(FIGURE_SECTIONS)]
-    figures = "".join((f"{title}\n\n", FIGURES, table, *shown))
-    return figures, "".join((f"## Guarantee\n{guarantee}", *others))
+    lead, table = first.split(FIGURES, 1)
+    title, _, guarantee = lead.partition("\n")
+    figures, words = f"{title}\n\n{FIGURES}{table}", f"## Guarantee\n{guarantee}"
+    for section in sections:
+        if section.startswith(FIGURE_SECTIONS):
+            figures += f"## {section}"
+        else:
+            words += f"## {section}"
+    return figures, words
 
 
 def _reliability(report: Report) -> list[Reliability]:
@@ -113,7 +148,10 @@ def _reliability(report: Report) -> list[Reliability]:
 
 
 def _points(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl. Raises InputError if there are none, or others."""
+    """Return the lines of a run's metrics.jsonl as JSON values.
+
+    Raises InputError if the file is missing, or has a line that dpmac does not write.
+    """
     remedy = "Name a run folder of dpmac train."
     file, lines = folder.read_run_file(run, folder.METRICS, remedy)
     points = list[dict[str, Any]]()
@@ -146,7 +184,11 @@ QUESTIONS: Mapping[str, str] = {
 
 @functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
-    """Return the templates of cards and pages. They do not escape: pages get escaped values."""
+    """Return the templates of cards and pages, beside this module.
+
+    They do not escape anything: pages get escaped values, and cards use the filters ``as_code``
+    and ``as_text``. A name that a template uses and does not get is an error.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dpmac_cli.release", ""),
         undefined=jinja2.StrictUndefined,
@@ -164,25 +206,39 @@ def templates() -> "Environment":
 
 
 def _as_code(name: str) -> str:
-    """Return a name as code in a cell of a table."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
-    pad = " " * ("`" in name)
-    return f"{fence}{pad}{name}{pad}{fence}".replace("|", "\\|")
+    """Return a name as code in a cell of a table.
+
+    The code is between more backticks than the name has in a row.
+    """
+    backticks = re.findall("`+", name)
+    fence = "`" * (1 + max((len(each) for each in backticks), default=0))
+    padded = f" {name} " if backticks else name
+    return f"{fence}{padded}{fence}".replace("|", "\\|")
 
 
 def _as_text(text: str) -> str:
-    """Return text that Markdown shows as it is, also in a cell of a table."""
+    r"""Return text that Markdown shows as it is, also in a cell of a table.
+
+    >>> _as_text("a|b *c*")
+    'a\\|b \\*c\\*'
+    """
     return re.sub(r"([\\`*<>|\[\]])", r"\\\1", text)
 
 
 def model_card(report: Report, model: "nn.Module") -> str:
-    """Return the model card of a run as Markdown; layers of plain models become code.
+    """Return the model card of a run as Markdown, which begins with :func:`front_matter`.
 
-    It begins with :func:`front_matter`.
+    Args:
+        report: report of the run, which every number of the card is from.
+        model: its network. If it is a sequence of torch's layers, they become code that builds it.
     """
     template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
-    trained = [event for event in report.events if event.trains]
-    recipe = {name: getattr(report.settings, name) for name in RECIPE_DEFAULTS}
+    [*_, trained] = [event for event in report.events if event.trains]
+    recipe = dict[str, Any]()
+    for name, default in RECIPE_DEFAULTS.items():
+        value = getattr(report.settings, name)
+        if value is not None and value != default:
+            recipe[name] = value
     return front_matter(report) + template.render(
         {**report.values(), "settings": report.settings},
         private=report.private,
@@ -196,10 +252,10 @@ def model_card(report: Report, model: "nn.Module") -> str:
         percent=percent_or_dash,
         number=number,
         plain=model if _is_plain(model) else None,
-        epochs=report.network.steps / trained[-1].steps_per_epoch,
-        sampler=trained[-1].sampler,
+        epochs=report.network.steps / trained.steps_per_epoch,
+        sampler=trained.sampler,
         parts=_parts(report),
-        recipe={n: v for n, v in recipe.items() if v is not None and v != RECIPE_DEFAULTS[n]},
+        recipe=recipe,
         no_privacy=statements.NO_PRIVACY,
         to_be_filled_in=OPEN,
         open_questions=QUESTIONS,
@@ -208,16 +264,17 @@ def model_card(report: Report, model: "nn.Module") -> str:
 
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
-    """Return the events of a run in the order of its card, and what each is."""
-    trained = [event for event in report.events if event.trains]
-    counts = [event for event in report.events if event.histogram]
-    tested = [event for event in report.events if event.records == "test"]
-    names = [f"before {number}" for number in range(1, len(trained))]
-    return [
-        *zip([*names, "this model"], trained, strict=True),
-        *(("histogram of the training records", event) for event in counts),
-        *(("test scores", event) for event in tested),
-    ]
+    """Return what each event of a run is, and the event, in the order of the card."""
+    trained, counts, tested = (list[tuple[str, TrainingEvent]]() for _ in range(3))
+    for event in report.events:
+        if event.records == "test":
+            tested.append(("test scores", event))
+        elif event.histogram:
+            counts.append(("histogram of the training records", event))
+        else:
+            trained.append((f"before {len(trained) + 1}", event))
+    trained[-1] = ("this model", trained[-1][1])
+    return [*trained, *counts, *tested]
 
 
 #: Kinds of records and of tasks as the tags of a repository page name them.
@@ -240,42 +297,22 @@ def front_matter(report: Report) -> str:
     """Return the facts of a run as YAML, which model repositories such as Hugging Face's read.
 
     They are those of the report: its scores that are known, with epsilon. The license is left to
-    the owner of the model.
+    the owner of the model. Format: huggingface.co/docs/hub/model-cards.
     """
-    scores = {metric: getattr(report.scores, metric.key, None) for metric in report.task.metrics}
-    known = {
-        metric: score.value
-        for metric, score in scores.items()
-        if isinstance(score, Score) and score.value is not None
-    }
-    measured = [
-        {"type": metric.key, "name": f"test {metric.title}", "value": value}
-        for metric, value in known.items()
-    ]
     data = report.data
-    if report.delta is not None and report.epsilon is not None:
-        at = f"epsilon at delta {statements.format_epsilon(report.delta)}"
-        if report.seeded:
-            at += KNOWN_SEED
-        measured.append({"type": "epsilon", "name": at, "value": report.epsilon})
+    measured = _measured(report)
     target = "classes" if data.target is None else data.target.kind
     pipeline = PIPELINES.get((data.records.kind, target), "other")
+    result = {
+        "task": {"type": pipeline},
+        "dataset": {"name": data.name, "type": data.name},
+        "metrics": measured,
+    }
     facts: dict[str, Any] = {
         "library_name": "dpmac",
         "tags": ["differential-privacy"] if report.private else ["no-privacy"],
-        "metrics": [metric.key for metric in known],
-        "model-index": [
-            {
-                "name": f"{report.network.name} on {data.name}",
-                "results": [
-                    {
-                        "task": {"type": pipeline},
-                        "dataset": {"name": data.name, "type": data.name},
-                        "metrics": measured,
-                    }
-                ],
-            }
-        ],
+        "metrics": [each["type"] for each in measured if each["type"] != "epsilon"],
+        "model-index": [{"name": f"{report.network.name} on {data.name}", "results": [result]}],
     }
     if pipeline != "other":
         facts["pipeline_tag"] = pipeline
@@ -285,6 +322,26 @@ def front_matter(report: Report) -> str:
     return f"{FENCE}# license: to be chosen by the owner of the model\n{text}{FENCE}"
 
 
+def _measured(report: Report) -> list[dict[str, Any]]:
+    """Return the scores of a report that are known, and epsilon, as metrics of a repository.
+
+    Each has a type, a name and a value. Epsilon is named with its delta, because it means nothing
+    without.
+    """
+    measured = list[dict[str, Any]]()
+    for metric in report.task.metrics:
+        score = getattr(report.scores, metric.key, None)
+        if isinstance(score, Score) and score.value is not None:
+            name = f"test {metric.title}"
+            measured.append({"type": metric.key, "name": name, "value": score.value})
+    if report.delta is not None and report.epsilon is not None:
+        name = f"epsilon at delta {statements.format_epsilon(report.delta)}"
+        if report.seeded:
+            name += KNOWN_SEED
+        measured.append({"type": "epsilon", "name": name, "value": report.epsilon})
+    return measured
+
+
 def without_front_matter(card: str) -> str:
     """Return a card without its front matter."""
     return card.removeprefix(FENCE).partition(f"\n{FENCE}")[2] if card.startswith(FENCE) else card
@@ -292,16 +349,22 @@ def without_front_matter(card: str) -> str:
 
 def _largest(report: Report) -> str:
     """Return the class that most test records have, as code in a cell; words if it is not known."""
-    counts = [sum(row) for row in getattr(report.scores, "confusion", None) or ()]
-    return _as_code(report.data.classes[counts.index(max(counts))]) if counts else "that class"
+    confusion_matrix = getattr(report.scores, "confusion", None)
+    if not confusion_matrix:
+        return "that class"
+    counts = [sum(row) for row in confusion_matrix]
+    return _as_code(report.data.classes[counts.index(max(counts))])
 
 
 def _is_plain(model: "nn.Module") -> bool:
     """Return whether a network is a sequence of torch layers."""
-    return type(model) is torch.nn.Sequential and all(
-        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
-        for layer in model.children()
-    )
+    if type(model) is not torch.nn.Sequential:
+        return False
+    for layer in model.children():
+        of_torch = type(layer).__module__.startswith("torch.nn.")
+        if not of_torch or list(layer.children()):
+            return False
+    return True
 
 
 def answered_card(run: Path, answers: Mapping[str, str]) -> str:
@@ -322,7 +385,8 @@ def answered_card(run: Path, answers: Mapping[str, str]) -> str:
     for row, answer in answers.items():
         if not answer.isprintable():
             raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
-        if (place := f"| {row} | {OPEN} |") not in card:
+        place = f"| {row} | {OPEN} |"
+        if place not in card:
             raise InputError(f"The card of {run} has no row '{row}': it promises no privacy.")
         card = card.replace(place, f"| {row} | {_as_text(answer)} |")
     return card

@@ -5,11 +5,11 @@ and facts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -30,7 +30,7 @@ from dpmac_cli.config.encoders import (
 from dpmac_cli.config.facts import some_of
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault
-from dpmac_cli.features.backbones import public_weights
+from dpmac_cli.features import backbones
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models import weights
@@ -40,8 +40,6 @@ from dpmac_cli.release.report import Facts, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.training.carried_accounts import attach
 
-#: A model file, its weights, its facts, and these as validated.
-ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], "Header"]
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
@@ -52,31 +50,38 @@ WANTED = folder.WANTED_MODEL
 ELSEWHERE = "Add {public} with the folder of its encoder, or the file of its backbone's weights."
 
 
-class Header(Facts):
-    """Facts in a model file, with the checksum of weights and facts."""
-
-    checksum: str
-    """SHA-256."""
-
-
 @dataclass(frozen=True)
 class Released:
-    """A published model in evaluation mode on a device, the facts published with it, and its file.
+    """A published model, and what its file says of it.
 
-    ``header`` are the facts as validated, and ``reader`` how it reads texts; None if it does not.
+    Attributes:
+        model: the network in evaluation mode.
+        facts: first half of the report of its run.
+        path: the model file.
+        reader: how it reads texts; None if it does not.
+        device: device of the network.
     """
 
     model: nn.Module
-    facts: Mapping[str, Any]
+    facts: Facts
     path: Path
-    header: Facts
     reader: TextReader | None
     device: torch.device
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Write weights and public facts atomically, in a plain safetensors file."""
-    tensors = {name: weights.stored(tensor) for name, tensor in weights.published(model).items()}
+    """Write weights and public facts atomically, in a plain safetensors file.
+
+    Args:
+        path: the file.
+        model: network whose parameters and persistent buffers are published.
+        facts: first half of the report of its run, as JSON values.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    published = weights.published(model)
+    tensors = {name: weights.stored(tensor) for name, tensor in published.items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
     header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
     files.write_atomically(path, safetensors.torch.save(tensors, header))
@@ -106,7 +111,7 @@ def load_model(
             factory; or the public network is missing, or another one.
         ModelError: the network cannot be built, or does not fit the file.
     """
-    file, tensors, kept, facts = _read(Path(path))
+    file, tensors, facts, checksum = _read(Path(path))
     reference = _network(file, facts, factory, network)
     features = _features(file, facts, public)
     _check_size(file, tensors, reference, seen_by_network(facts.signature, features))
@@ -121,19 +126,22 @@ def load_model(
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
-    held, wanted = _forms(tensors), _forms(weights.published(model))
-    if faults := [
-        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
-        for key in sorted(wanted.keys() | held.keys())
-        if wanted.get(key) != held.get(key)
-    ]:
-        raise ModelError(f"{file} does not fit the network {reference}: {some_of(faults)[0]}.")
+    if misfits := list(_misfits(_forms(tensors), _forms(weights.published(model)))):
+        raise ModelError(f"{file} does not fit the network {reference}: {some_of(misfits)[0]}.")
     if isinstance(model, FrozenFeatures):
         _add_public_weights(file, facts, model, features, public)
     weights.adopt(model, tensors)
-    attach(model, _account(facts))
+    attach(model, _account(facts, checksum))
     reader = _text_reader(file, tensors, features)
-    return Released(model.to(device).eval(), kept, file, facts, reader, device)
+    return Released(model.to(device).eval(), facts, file, reader, device)
+
+
+def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
+    """Yield the tensors of a file that a network does not have in the same form, or lacks."""
+    for key in sorted(in_file.keys() | expected.keys()):
+        there, wanted = in_file.get(key), expected.get(key)
+        if there != wanted:
+            yield f"{key}: {there or 'missing'} in the file, expected {wanted or 'nothing'}"
 
 
 def _add_public_weights(
@@ -143,21 +151,32 @@ def _add_public_weights(
     features: registry.Features | None,
     public: Path | str | None,
 ) -> None:
-    """Load the weights that features are computed with, which the file names. Raises InputError."""
+    """Load the weights that features are computed with, which the file names by their checksum.
+
+    Args:
+        file: the model file, for messages.
+        facts: its facts, with the name and the SHA-256 of the public weights.
+        model: the network, whose part ``frozen`` gets the weights.
+        features: what it computes; nothing is loaded for fixed features and a program's own.
+        public: folder or file of the weights; None for where they are registered or were.
+
+    Raises:
+        InputError: they are missing, or other weights than those of the training.
+    """
     known, network = facts.features, model.get_submodule("frozen")
     if isinstance(features, TextEncoder):
-        found, head = encoder_weights(features), None
+        public_weights, head = encoder_weights(features), None
     elif isinstance(features, registry.Backbone):
-        found = _backbone_weights(file, facts, features.kind, public)
+        public_weights = _backbone_weights(file, facts, features.kind, public)
         network, head = network.get_submodule("network"), registry.BACKBONES[features.kind].head
     else:
         return
-    if known is not None and found.sha256 != known.sha256:
+    if known is not None and public_weights.sha256 != known.sha256:
         raise InputError(
             f"{file} was trained on public weights with the SHA-256 {known.sha256}, but that of "
-            f"{found.path} is {found.sha256}. {ELSEWHERE}"
+            f"{public_weights.path} is {public_weights.sha256}. {ELSEWHERE}"
         )
-    for _ in found.adopted_by(network, head):
+    for _ in public_weights.adopted_by(network, head):
         pass  # notes for training
 
 
@@ -166,7 +185,7 @@ def _backbone_weights(
 ) -> weights.PublicWeights:
     """Read the weights of a backbone. Raises InputError."""
     if public is None and facts.settings.pretrained is None:
-        return public_weights(kind)
+        return backbones.public_weights(kind)
     return weights.read_weights(_place_of(file, facts, "pretrained", public))
 
 
@@ -200,19 +219,20 @@ def _check_size(
         return
     with torch.device("meta"):
         network = build_network(reference.name, seen)
-    wanted, held = (
-        sum(tensor.numel() for tensor in found)
-        for found in (network.parameters(), tensors.values())
-    )
-    if wanted > held + MOST_MISSING:
+    needed = sum(parameter.numel() for parameter in network.parameters())
+    in_file = sum(tensor.numel() for tensor in tensors.values())
+    if needed > in_file + MOST_MISSING:
         raise InputError(
-            f"{file} {FOREIGN} ({reference.name} has {wanted:,} parameters on these records, the "
-            f"file {held:,} numbers). {WANTED}"
+            f"{file} {FOREIGN} ({reference.name} has {needed:,} parameters on these records, the "
+            f"file {in_file:,} numbers). {WANTED}"
         )
 
 
-def _account(facts: "Header") -> Account:
-    """Return the account that a model file tells of; training it further adds to it."""
+def _account(facts: Facts, checksum: str) -> Account:
+    """Return the account that a model file tells of; training it further adds to it.
+
+    Its number is the checksum of the file, so that two copies of a model are one account.
+    """
     unit = unit_of(covered=facts.settings.cover_scores or False, several=bool(facts.data.unit))
     return Account(
         others=facts.events,
@@ -221,7 +241,7 @@ def _account(facts: "Header") -> Account:
         seeded=facts.seeded,
         secure=facts.secure,
         searched=facts.search is not None,
-        number=facts.checksum,
+        number=checksum,
     )
 
 
@@ -267,7 +287,19 @@ def _encoder(file: Path, form: Mapping[str, Any]) -> EncoderConfig:
 def _network(
     file: Path, facts: Facts, factory: str | None, network: Network | None
 ) -> registry.BuiltIn | registry.UserModel | Network:
-    """Return the network to build. Raises ModelError."""
+    """Return the network to build: a built-in one, or what the caller passes.
+
+    A file never says what code is imported.
+
+    Args:
+        file: the model file, for messages.
+        facts: its facts, with the name of the network.
+        factory: ``FILE.py:FACTORY`` of a user-supplied network; None without.
+        network: network of the program, instead.
+
+    Raises:
+        ModelError: a user-supplied network is needed, or a built-in one that there is not.
+    """
     named = registry.parse_model(facts.network.name)
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
@@ -286,7 +318,15 @@ def _network(
 
 
 def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.Features | None:
-    """Return the fixed features that the network takes. Raises InputError and ModelError."""
+    """Return the features that the network takes; None if it takes records.
+
+    An encoder that was trained further is in the file, and only its form is needed. Another one is
+    read from where it is registered, from ``public``, or from where the run's config.yaml says.
+
+    Raises:
+        InputError: an encoder is missing, or another one than that of the training.
+        ModelError: features of a program that are not registered in this one.
+    """
     settings, known = facts.settings, facts.features
     if known is None or (settings.backbone or settings.features) is None:
         return None
@@ -296,25 +336,25 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
         if settings.train != "head":  # the file has the whole network
             whole = TextEncoder(named, config, weight_bytes=file.stat().st_size)
             return whole.of(facts.data.records, causal=causal)
-        found = _encoder_of(file, facts, named, public)
-        if found.config != config:
+        encoder = _encoder_of(file, facts, named, public)
+        if encoder.config != config:
             raise InputError(
-                f"{file} was trained on another encoder or tokenizer than {found.folder}. "
+                f"{file} was trained on another encoder or tokenizer than {encoder.folder}. "
                 f"{ELSEWHERE}"
             )
-        return replace(found, kind=named).of(facts.data.records)
+        return replace(encoder, kind=named).of(facts.data.records)
     if named in registry.BACKBONES and settings.backbone_size is not None:
         return registry.Backbone(named, settings.backbone_size, settings.backbone_flips or False)
     if named in registry.FEATURES:
-        return registry.fixed_features(named)
+        return registry.FEATURES[named]
     raise ModelError(
         f"{file} needs features '{named}', which this version does not have. If they are your own, "
         "predict and evaluate in a program that registers them: register_features."
     )
 
 
-def _read(path: Path) -> ModelFile:
-    """Return a model file, its weights, and its facts, also validated. Raises InputError."""
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], Facts, str]:
+    """Return a model file, its weights, its facts, and the checksum of both. Raises InputError."""
     file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
@@ -328,21 +368,25 @@ def _read(path: Path) -> ModelFile:
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(weights.MODEL_HEADER, "{}")
-    facts, kept = parse_file(Header, text, file, FOREIGN, WANTED), json.loads(text)
-    if kept.pop(CHECKSUM) != digest(tensors, kept):
+    facts = parse_file(Facts, text, file, FOREIGN, WANTED)
+    sealed = json.loads(text)
+    checksum = sealed.pop(CHECKSUM, None)
+    if checksum != digest(tensors, sealed):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
             "source, or train again."
         )
-    if faults := weights.not_finite(tensors):
+    faults = weights.not_finite(tensors)
+    if faults:
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
-    return file, tensors, kept, facts
+    return file, tensors, facts, checksum
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the shape of each tensor, and its dtype if that is not float32."""
-    return {
-        name: f"{tuple(tensor.shape)}"
-        + ("" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", ""))
-        for name, tensor in tensors.items()
-    }
+    forms = dict[str, str]()
+    for name, tensor in tensors.items():
+        forms[name] = f"{tuple(tensor.shape)}"
+        if tensor.dtype != torch.float32:
+            forms[name] += f" of {tensor.dtype}".replace("torch.", "")
+    return forms

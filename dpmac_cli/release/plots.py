@@ -11,6 +11,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
 from dpmac_cli.tasks.calibration import Calibration, Reliability
+from dpmac_cli.tasks.intervals import clopper_pearson
 from dpmac_cli.tasks.operating_point import ENDS, MOST_LIKELY, OperatingPoint
 from dpmac_cli.tasks.residuals import ENDS as BINS_OF_RESIDUALS
 from dpmac_cli.tasks.residuals import LEVEL, Residuals
@@ -27,19 +28,26 @@ KINDS = (".png", ".svg", ".pdf")
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with panels side by side. In each, the first 28 lines have unique styles."""
+    """Return a figure with panels side by side.
+
+    In each panel, the first 28 lines have styles of their own: a colour with a kind of dash.
+    """
     figure = mpl_figure.Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for panel in axes:
         panel.grid(visible=True, color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_prop_cycle(color=COLOURS * len(DASHES), linestyle=DASHES * len(COLOURS))
-    return figure, list(axes)
+    return figure, axes
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure atomically; equal figures give equal bytes. Raises OSError."""
-    write_atomically(path, _rendered(figure, path.suffix.lower().removeprefix(".")))
+    """Write a figure atomically, in the format of the file's suffix.
+
+    Equal figures give equal bytes. Raises OSError.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    write_atomically(path, _rendered(figure, kind))
 
 
 def as_svg(figure: "Figure") -> str:
@@ -49,26 +57,33 @@ def as_svg(figure: "Figure") -> str:
 
 
 def _rendered(figure: "Figure", kind: str) -> bytes:
+    """Return a figure as a file of some kind, without the time at which it was drawn."""
     picture = io.BytesIO()
+    without_time = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with matplotlib.rc_context({"svg.hashsalt": "dpmac"}):
-        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-        figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
+        figure.savefig(picture, dpi=200, format=kind, metadata=without_time.get(kind))
     return picture.getvalue()
+
+
+def _draw_guessing(panel: "Axes", x: Any, y: Any) -> None:
+    """Draw the thin grey line of an attack or a model that guesses."""
+    panel.plot(x, y, "-", color="#bbbbbb", linewidth=1, label="guessing")
 
 
 def trade_offs(rows: Sequence[Row]) -> "Figure":
     """Draw bounds on attacks: type I and II errors, and a ROC curve on log scales.
 
-    One line per row.
+    Args:
+        rows: privacy costs, each of which is a line.
     """
     figure, (errors, roc) = new_figure(2)
     alphas = np.geomspace(1e-5, 1, 500)
-    for panel, guessing in ((errors, 1 - alphas), (roc, alphas)):
-        panel.plot(alphas, guessing, "-", color="#bbbbbb", linewidth=1, label="guessing")
+    _draw_guessing(errors, alphas, 1 - alphas)
+    _draw_guessing(roc, alphas, alphas)
     for row in rows:
         betas = trade_off(row.done, alphas)
-        name = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
-        errors.plot(alphas, betas, label=name)
+        label = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
+        errors.plot(alphas, betas, label=label)
         roc.plot(alphas, 1 - betas)
     errors.set(xlabel="false positive rate", ylabel="lowest false negative rate")
     roc.set(xlabel="false positive rate", ylabel="highest true positive rate")
@@ -78,13 +93,23 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
 
 
 def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") -> "Figure":
-    """Draw a test score and epsilon by epoch, from the lines of metrics.jsonl."""
+    """Draw a test score and epsilon by epoch.
+
+    Args:
+        points: lines of metrics.jsonl. One without a value is left out.
+        score: key of the score in a line.
+    """
     figure, panels = new_figure(2)
     for panel, name in zip(panels, (score, "epsilon"), strict=True):
-        pairs = ((point["epoch"], point.get(name)) for point in points)
-        found = [(epoch, value) for epoch, value in pairs if isinstance(value, int | float)]
-        panel.plot(*zip(*found, strict=True), marker=".") if found else None
-        panel.set_xlim(0, 1.02 * max((1.0, *(epoch for epoch, _ in found))))
+        epochs, values = list[float](), list[float]()
+        for point in points:
+            value = point.get(name)
+            if isinstance(value, int | float):
+                epochs.append(point["epoch"])
+                values.append(value)
+        if epochs:
+            panel.plot(epochs, values, marker=".")
+        panel.set_xlim(0, 1.02 * max([1.0, *epochs]))
         panel.locator_params("x", integer=True)
         panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
     return figure
@@ -102,20 +127,28 @@ class Point(NamedTuple):
 
 
 def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
-    """Draw scores over epsilon, and over epochs: one line for each cell of a study, by its name.
+    """Draw scores over epsilon, and over epochs.
 
-    A ``share`` is in percent.
+    Args:
+        cells: points of each cell of a study, by its name; each is a line.
+        score: name of the score in words.
+        share: whether it is a share, which is shown in percent.
     """
     figure, (by_epsilon, by_epoch) = new_figure(2)
     scale = 100 if share else 1
     for name, points in cells.items():
-        label = name.replace("$", r"\$")
-        private = [point for point in points if point.epsilon is not None]
-        spent = [point.epsilon for point in private if point.epsilon is not None]
-        by_epsilon.plot(spent, [scale * point.score for point in private], marker=".", label=label)
-        epochs = [point.epoch for point in points]
-        by_epoch.plot(epochs, [scale * point.score for point in points], marker=".", label=label)
-    title = f"test {score}{', percent' * share}"
+        epochs, scores = list[float](), list[float]()
+        spent, scores_of_spent = list[float](), list[float]()
+        for point in points:
+            epochs.append(point.epoch)
+            scores.append(scale * point.score)
+            if point.epsilon is not None:
+                spent.append(point.epsilon)
+                scores_of_spent.append(scale * point.score)
+        label = _as_text(name)
+        by_epsilon.plot(spent, scores_of_spent, marker=".", label=label)
+        by_epoch.plot(epochs, scores, marker=".", label=label)
+    title = f"test {score}, percent" if share else f"test {score}"
     by_epsilon.set(xlabel="epsilon of one run", ylabel=title)
     by_epoch.set(xlabel="epoch", ylabel=title)
     by_epoch.locator_params("x", integer=True)
@@ -124,22 +157,38 @@ def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = Tr
     return figure
 
 
+def _as_text(name: str) -> str:
+    """Return a name that matplotlib shows as it is, and not as a formula."""
+    return name.replace("$", r"\$")
+
+
 def reliability(bins: Sequence[Reliability]) -> "Figure":
-    """Draw shares of records by noisy counts over the probabilities that are said of them."""
+    """Draw the shares of a class by noisy counts over the probabilities that are said of them.
+
+    Args:
+        bins: bins of the noisy histogram. Each is a point with the interval of its share, and a
+            cross where the probability was before calibration.
+    """
     figure, (panel,) = new_figure(1)
     panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
-    shares = [of.share for of in bins]
-    ends = [[of.share - of.low for of in bins], [of.high - of.share for of in bins]]
+    calibrated, trained, shares = list[float](), list[float](), list[float]()
+    below, above = list[float](), list[float]()
+    for each in bins:
+        calibrated.append(each.said)
+        trained.append(each.trained)
+        shares.append(each.share)
+        below.append(each.share - each.low)
+        above.append(each.high - each.share)
     panel.errorbar(
-        [of.said for of in bins],
+        calibrated,
         shares,
-        ends,
+        [below, above],
         linestyle="",
         marker="o",
         capsize=3,
         label="calibrated",
     )
-    panel.plot([of.trained for of in bins], shares, "x", color=COLOURS[2], label="as trained")
+    panel.plot(trained, shares, "x", color=COLOURS[2], label="as trained")
     panel.set(xlabel="probability", ylabel="share by the noisy histogram")
     panel.legend(fontsize="small")
     return figure
@@ -148,42 +197,117 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
 def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure":
     """Draw the numbers of test records by true class (rows) and predicted class (columns)."""
     figure, (panel,) = new_figure(1)
+    _draw_counts(panel, counts)
+    labels = [_as_text(name) for name in names]
+    long = max(len(name) for name in names) > 3
+    panel.set_xticks(range(len(labels)), labels, rotation=30 if long else 0)
+    panel.set_yticks(range(len(labels)), labels)
+    panel.set(xlabel="predicted class", ylabel="true class")
+    return figure
+
+
+def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]]) -> None:
+    """Draw a table of numbers of records, darker where more of a row are.
+
+    In a large table a 0 has no text.
+    """
     panel.grid(visible=False)
     table = np.array(counts)
     shares = table / table.sum(1, keepdims=True).clip(1)
     panel.imshow(shares, cmap="Greys", vmin=0, vmax=1)
+    small = len(table) < 6
+    size = "medium" if small else "x-small"
     for (row, column), count in np.ndenumerate(table):
         colour = "white" if shares[row, column] > 0.5 else "black"
-        size = "medium" if len(names) < 6 else "x-small"
-        panel.text(column, row, f"{count:,}", ha="center", va="center", color=colour, size=size)
-    places, labels = range(len(names)), [name.replace("$", r"\$") for name in names]
-    panel.set_xticks(places, labels, rotation=30 if max(map(len, names)) > 3 else 0)
+        text = f"{count:,}" if count or small else ""
+        panel.text(column, row, text, color=colour, size=size, ha="center", va="center")
+
+
+def predicted_numbers(
+    counts: Sequence[Sequence[int]],
+    coverage: Sequence[float | None] | None,
+    ends: Sequence[float],
+    level: float = LEVEL,
+) -> "Figure":
+    """Draw test records by true and predicted number, and the coverage of their intervals.
+
+    Args:
+        counts: numbers of records by bin of the true (rows) and of the predicted number (columns).
+        coverage: share of the targets of each predicted bin that are in their intervals, None
+            where no record is; None without intervals.
+        ends: ends of the bins, one more than there are bins.
+        level: share that the intervals were made for.
+    """
+    figure, (panel, *others) = new_figure(1 if coverage is None else 2)
+    _draw_counts(panel, counts)
+    panel.invert_yaxis()
+    diagonal = [-0.5, len(counts) - 0.5]
+    panel.plot(diagonal, diagonal, "-", color=COLOURS[1], linewidth=1, alpha=0.6)
+    places, labels = np.arange(len(ends)) - 0.5, [_rounded(end) for end in ends]
     panel.set_yticks(places, labels)
-    panel.set(xlabel="predicted class", ylabel="true class")
+    panel.set(ylabel="true number")
+    for each in (panel, *others):
+        each.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
+        each.set(xlabel="predicted number")
+    if coverage is not None:
+        sizes = np.sum(counts, 0).tolist()
+        _draw_coverage(others[0], sizes, coverage, level)
     return figure
+
+
+def _rounded(value: float) -> str:
+    """Return a number with three significant digits, such as 12,000 or 0.25."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def _draw_coverage(
+    panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None], level: float
+) -> None:
+    """Draw the share of targets in their intervals by bin, with 95% intervals of the share.
+
+    ``sizes`` are the numbers of records in the bins. The line is at the intended ``level``.
+    """
+    panel.axhline(level, color=COLOURS[1], linestyle="--")
+    for place, (size, share) in enumerate(zip(sizes, coverage, strict=True)):
+        if share is not None:
+            low, high = clopper_pearson(share, size)
+            ends = [[share - low], [high - share]]
+            panel.errorbar([place], [share], ends, color="black", marker="o", capsize=3)
+    panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(0, 1.02))
+    panel.set(ylabel=f"share in its interval of {level:.0%}")
 
 
 def rates(calibration: Calibration) -> "Figure":
     """Draw sensitivity over 1 - specificity of two classes, by the noisy histogram of records."""
     figure, (panel,) = new_figure(1)
-    panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1, label="guessing")
-    places = np.linspace(ENDS[0], ENDS[-1], 200)
-    points = [OperatingPoint(MOST_LIKELY, float(odds)).rates(calibration) for odds in places]
-    panel.plot([1 - specificity for _, specificity in points], [found for found, _ in points])
+    _draw_guessing(panel, [0, 1], [0, 1])
+    false_positives, sensitivities = list[float](), list[float]()
+    for log_odds in np.linspace(ENDS[0], ENDS[-1], 200).tolist():
+        sensitivity, specificity = OperatingPoint(MOST_LIKELY, log_odds).rates(calibration)
+        false_positives.append(1 - specificity)
+        sensitivities.append(sensitivity)
+    panel.plot(false_positives, sensitivities)
     panel.set(xlabel="1 - specificity", ylabel="sensitivity")
     return figure
 
 
 def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
-    """Draw the noisy histogram of residuals, and the ends of the interval of a share of them."""
+    """Draw the noisy histogram of residuals, and the ends of the interval of a share of them.
+
+    Args:
+        histogram: noisy counts of targets minus predictions, both scaled to [-1, 1]. Negative
+            counts, which the noise makes, are drawn as 0.
+        level: share of the residuals that the interval has.
+    """
     figure, (panel,) = new_figure(1)
     counts = np.array(histogram.counts).clip(0)
     shares = counts / max(counts.sum(), 1.0)
     panel.stairs(shares, BINS_OF_RESIDUALS, fill=True, color="#bbbbbb")
     for end in histogram.interval(level):
         panel.axvline(end, color=COLOURS[1], linestyle="--")
-    wide = max(abs(end) for end in histogram.interval(0.99))
-    panel.set_xlim(-1.5 * wide, 1.5 * wide)
+    low, high = histogram.interval(0.99)
+    widest = 1.5 * max(abs(low), abs(high))
+    panel.set_xlim(-widest, widest)
     panel.set(
         xlabel="target minus prediction, both scaled to [-1, 1]",
         ylabel="share of the records in a bin",
@@ -192,35 +316,42 @@ def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
 
 
 def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = True) -> "Figure":
-    """Draw the means of a study, with standard deviations over seeds, from its compare.json.
+    """Draw the means of a study, with standard deviations over seeds.
 
-    One line per row of its table; a ``share`` is in percent. Each of ``optimizers`` has the same
-    color in every picture.
+    Args:
+        study: content of compare.json. Each row of its table is a line.
+        optimizers: names of optimizers, each of which has the same colour in every picture.
+        share: whether the metric is a share, which is shown in percent.
     """
     figure, (panel,) = new_figure(1)
     scale = 100 if share else 1
     lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in study["rows"]:
         if row["mean"] is not None:
-            lines.setdefault(tuple(row[axis] for axis in study["axes"]), []).append(row)
+            labels = tuple(row[axis] for axis in study["axes"])
+            lines.setdefault(labels, []).append(row)
     for number, (labels, cells) in enumerate(lines.items()):
-        x, y, spread = zip(
-            *((c[study["column"]], scale * c["mean"], scale * (c["std"] or 0)) for c in cells),
-            strict=True,
-        )
-        known = [optimizers.index(label) for label in labels if label in optimizers]
+        columns = [cell[study["column"]] for cell in cells]
+        scores = [scale * cell["mean"] for cell in cells]
+        spreads = [scale * (cell["std"] or 0) for cell in cells]
+        colour = number
+        for label in labels:
+            if label in optimizers:
+                colour = optimizers.index(label)
+                break
         panel.errorbar(
-            x,
-            y,
-            spread,
-            color=COLOURS[(known or [number])[0] % len(COLOURS)],
+            columns,
+            scores,
+            spreads,
+            color=COLOURS[colour % len(COLOURS)],
             linestyle=DASHES[number % len(DASHES)],
             marker="o",
             capsize=3,
-            label=" ".join(map(str, labels)).replace("$", r"\$"),
+            label=_as_text(" ".join(map(str, labels))),
         )
     panel.set_xticks(sorted({row[study["column"]] for row in study["rows"]}))
-    panel.set(xlabel=study["column"], ylabel=f"test {study['metric']}{', percent' * share}")
+    title = f"test {study['metric']}"
+    panel.set(xlabel=study["column"], ylabel=f"{title}, percent" if share else title)
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize="small")
     return figure

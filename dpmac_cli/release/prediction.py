@@ -1,7 +1,7 @@
 """Score a published model on a test split, and predict the targets of new, unlabelled records."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,10 +16,10 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
 from dpmac_cli.config.settings import THRESHOLD, Settings
-from dpmac_cli.data.arrays import channels_first, inputs_of
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
+from dpmac_cli.data.layout import channels_first, inputs_of
 from dpmac_cli.data.read import read, read_new
 from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
@@ -43,8 +43,13 @@ from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 class Scored:
     """Results of a model file on every test sample.
 
-    ``covered``: its run released scores with noise. ``held_out``: there was no test set. ``point``:
-    what decides between two classes, in sentences.
+    Attributes:
+        result: outputs and scores.
+        dataset: name of the dataset.
+        path: the model file.
+        covered: whether its run released scores with noise, unlike these.
+        held_out: whether there was no test set, so that the run held records out.
+        point: what decides between two classes, in words; "" without an operating point.
     """
 
     result: Evaluation
@@ -57,8 +62,8 @@ class Scored:
 
 def score(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Scored:
     """Score a published model on the whole test split; see :meth:`dpmac_cli.Run.score`."""
-    file, facts = released.path, released.header
-    below, chosen = _settings_of_data(released, {"dataset": dataset, "data_dir": data_dir})
+    file, facts = released.path, released.facts
+    below, chosen = _settings_of_data(released, dataset, data_dir)
     if chosen.dataset in DATASETS:  # before its files are downloaded
         _check_fits(released, published_facts(str(chosen.dataset), chosen.unit))
     data = _data_to_score(released, below, chosen)
@@ -78,13 +83,17 @@ def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None
 
     See :meth:`dpmac_cli.Run.score` for arguments and errors.
     """
-    given = {"dataset": dataset, "data_dir": data_dir}
-    return _data_to_score(released, *_settings_of_data(released, given))
+    below, chosen = _settings_of_data(released, dataset, data_dir)
+    return _data_to_score(released, below, chosen)
 
 
 def _check_fits(released: Released, known: DataFacts) -> None:
-    """Raise ModelError if a model does not fit a dataset."""
-    file, facts = released.path, released.header
+    """Raise ModelError if a model does not fit a dataset: other shapes, classes or ranges.
+
+    A number to predict whose range is open fits any range, and registered datasets may have other
+    names of classes.
+    """
+    file, facts = released.path, released.facts
     shape = known.records.shape
     if shape != facts.data.records.shape:
         raise ModelError(
@@ -92,7 +101,7 @@ def _check_fits(released: Released, known: DataFacts) -> None:
             f"{facts.data.records.shape}, but those of the dataset have {shape}."
         )
     same_outputs = known.task.outputs == facts.task.outputs
-    fits = same_outputs and (known.task.open or not known.own)
+    fits = same_outputs and (known.task.open or not known.user_supplied)
     if known.task != facts.task and not fits:
         raise ModelError(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
@@ -107,27 +116,45 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
     return evaluate(model, data, data.tested)
 
 
-def _settings_of_data(released: Released, given: dict[str, Any]) -> tuple[Path | None, Settings]:
+def _settings_of_data(
+    released: Released, dataset: Any, data_dir: Path | str | None
+) -> tuple[Path | None, Settings]:
     """Return the config.yaml beside a model, if it is of your own data, and settings of the data.
 
-    Raises InputError.
+    Args:
+        released: the model.
+        dataset: a name, a path, or records; None for the dataset that it was trained on.
+        data_dir: folder of datasets; None for the default.
+
+    Raises:
+        InputError: it was trained on your own data, and nothing says where that is.
     """
-    file, known = released.path, released.header.data
+    file, known = released.path, released.facts.data
     beside = file.parent / CONFIG
     # A run's config.yaml records how your own data was read and split.
     below = beside if known.own and beside.is_file() else None
-    if below is None and given["dataset"] is None:
+    if below is None and dataset is None:
         if known.own:
             raise InputError(
                 f"{file} was trained on your own data, {known.name}. Set {{dataset}} to its path."
             )
-        given = {**given, "dataset": known.name}
-    return below, settings_of_data(given, below)
+        dataset = known.name
+    return below, settings_of_data({"dataset": dataset, "data_dir": data_dir}, below)
 
 
 def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
-    """Read the data to score on. Raises InputError and ModelError."""
-    file, known = released.path, released.header.data
+    """Read the data to score on, split as in training.
+
+    Args:
+        released: the model, with the schema of its table.
+        below: config.yaml of its run, which says how your own data was split; None without.
+        chosen: settings of the data.
+
+    Raises:
+        InputError: the data cannot be read, or nothing says which records were held out.
+        ModelError: the model does not fit it.
+    """
+    file, known = released.path, released.facts.data
     schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
     data = read(chosen, released.reader, schema)
     facts = data.facts
@@ -154,7 +181,7 @@ def _declared(
     data: object, released: Released, *, skip_bad: bool, id_column: str | None
 ) -> Declaration:
     """Return new records for a model as they are declared: like those that it was trained on."""
-    facts, settings = released.header, released.header.settings
+    facts, settings = released.facts, released.facts.settings
     names = ("image_size", "channels", "levels")
     known = {name: getattr(settings, name) for name in names}
     dataset: Any = str(data) if isinstance(data, Path | str) else as_new(data)
@@ -171,7 +198,7 @@ def _declared(
 
 def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
     """Yield why new records cannot be those for a model."""
-    file, facts, reader = released.path, released.header, released.reader
+    file, facts, reader = released.path, released.facts, released.reader
     path = declared.path
     kinds: tuple[str, ...] = ("images", *ARRAYS)
     wanted = "images: use a folder of images or an .npz"
@@ -193,22 +220,29 @@ def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
 
 
 def _check_new(x: Any, path: Path, records: Records) -> None:
-    """Raise InputError if new records are not of the kind and shape that a model takes."""
+    """Raise InputError if new records are not of the kind and shape that a model takes.
+
+    Args:
+        x: the records, shape (records, ...); images may have their channels last, or none.
+        path: where they are from, for the message.
+        records: kind, shape and scaling of the records that the model was trained on.
+    """
     if isinstance(x, Rows):
         return  # decoded as the model needs them
     is_image, rank = records.kind == "images", len(records.shape)
-    fits = x.ndim in ((3, 4) if is_image else (rank + 1,))
-    fits = fits and channels_first(x[:1]).shape[1:] == records.shape
+    ranks = (3, 4) if is_image else (rank + 1,)
+    in_shape = x.ndim in ranks and channels_first(x[:1]).shape[1:] == records.shape
     names = ("channels", "height", "width")[-rank:]
     sides = ", ".join(f"{name}: {side}" for name, side in zip(names, records.shape, strict=False))
     if is_image:
-        wanted = f"images as uint8, with {sides}"
-        fits = fits and x.dtype == np.uint8
+        wanted, of_type = f"images as uint8, with {sides}", x.dtype == np.uint8
+    elif rank == 1:
+        wanted, of_type = f"rows of {records.size} numbers", x.dtype.kind in "fiu"
     else:
-        wanted = f"rows of {records.size} numbers" if rank == 1 else f"floats, {sides}"
-        fits = fits and x.dtype.kind in ("fiu" if rank == 1 else "f")
-        if fits and not np.isfinite(x).all():
-            wanted, fits = "finite", False
+        wanted, of_type = f"floats, {sides}", x.dtype.kind == "f"
+    fits = in_shape and of_type
+    if fits and not is_image and not np.isfinite(x).all():
+        wanted, fits = "finite", False
     if not fits:
         raise InputError(f"{path}: x must be {wanted}, not {x.dtype} of shape {x.shape}.")
 
@@ -224,6 +258,7 @@ class Predictions:
         ids: values of a table's column ``id``, or of another that was named; None without one.
         skipped: records that are left out, and why.
         texts: how a language model continues each record; None for other models.
+        remarks: sentences on cells that count as missing, without an end; facts of the records.
     """
 
     outputs: NDArray[Any]
@@ -232,6 +267,7 @@ class Predictions:
     ids: Sequence[str] | None = None
     skipped: LeftOut = NONE_LEFT_OUT
     texts: Sequence[str] | None = None
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def answers(self) -> NDArray[np.float32]:
@@ -279,14 +315,21 @@ class Predictions:
         columns |= self._columns
         if isinstance(self.records[0], int):
             columns = {"row": self.records, **columns}
-        else:  # names that are not UTF-8 are escaped
-            names = [
-                os.fsencode(n).decode(errors="backslashreplace") for n in map(str, self.records)
-            ]
-            columns = {"file": names, **columns}
-        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        known = ({n: v for n, v in row.items() if v == v} for row in rows)  # noqa: PLR0124  (NaN)
-        write_atomically(path, to_csv([*columns], known).encode(), PRIVATE_MODE)
+        else:
+            columns = {"file": [_in_utf8(str(name)) for name in self.records], **columns}
+        rows = (_known(columns, row) for row in zip(*columns.values(), strict=True))
+        write_atomically(path, to_csv([*columns], rows).encode(), PRIVATE_MODE)
+
+
+def _in_utf8(name: str) -> str:
+    """Return the name of a file, in which bytes that are not UTF-8 are escaped."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def _known(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+    """Return the values of a row by their columns, without those that are NaN."""
+    row = dict(zip(columns, values, strict=True))
+    return {name: value for name, value in row.items() if value == value}  # noqa: PLR0124
 
 
 def predict(
@@ -306,16 +349,16 @@ def predict(
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
     x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
-    _check_new(x, declared.path, released.header.data.records)
-    inputs = partial(_inputs, x, released.header.data.records, released.device)
-    found = _outputs(released, inputs(), len(x))
+    _check_new(x, declared.path, released.facts.data.records)
+    inputs = partial(_inputs, x, released.facts.data.records, released.device)
+    logits = _outputs(released, inputs(), len(x))
     texts = _continued(released, inputs(), length, temperature)
-    return Predictions(found, task, names, ids, reading.left_out, texts)
+    return Predictions(logits, task, names, ids, reading.left_out, texts, reading.remarks)
 
 
 def _at(released: Released, threshold: str | float | None) -> Task:
     """Return the task of a model, at another operating point if there is one. Raises InputError."""
-    task = released.header.task
+    task = released.facts.task
     if threshold is None:
         return task
     asked = str(threshold)
@@ -332,10 +375,11 @@ def _at_level(task: Task, level: float | None, path: Path) -> Task:
     """Return a task with intervals of another level if there is one. Raises InputError."""
     if level is None:
         return task
-    if not (isinstance(task, Regression) and task.residuals is not None and 0 < level < 1):
+    has_intervals = isinstance(task, Regression) and task.residuals is not None
+    if not isinstance(task, Regression) or not has_intervals or not 0 < level < 1:
         raise InputError(
             f"{{level=}}{level} is a share between 0 and 1 for the intervals of numbers, of which "
-            f"{path} has {'none' if getattr(task, 'residuals', None) is None else 'some'}."
+            f"{path} has {'some' if has_intervals else 'none'}."
         )
     return replace(task, level=level)
 
@@ -347,22 +391,42 @@ LENGTH = 50
 def _continued(
     released: Released, batches: Iterator[Tensor], length: int | None, temperature: float | None
 ) -> list[str] | None:
-    """Return how a language model continues texts; None for other models."""
-    if released.reader is None or released.header.task.network is None:
+    """Return how a language model continues texts; None for other models.
+
+    Args:
+        released: the model.
+        batches: tokens of the texts, each of shape (texts, tokens).
+        length: number of tokens to add; None for :data:`LENGTH`.
+        temperature: of the draws; 0 for the most probable tokens, None for 1.
+
+    Raises:
+        InputError: it is no language model, but a length or a temperature is set.
+    """
+    if released.reader is None or released.facts.task.network is None:
         if (length, temperature) != (None, None):
             raise InputError(
                 "{length} and {temperature} are for language models, but "
-                f"{released.path} predicts {released.header.task.described}. Leave them out."
+                f"{released.path} predicts {released.facts.task.described}. Leave them out."
             )
         return None
     model: Any = released.model.get_submodule("frozen")
-    settings = length or LENGTH, 1.0 if temperature is None else temperature
-    found = (tokens for x in batches for tokens in model.continued(x, *settings))
-    return [released.reader.tokenizer.decode(tokens) for tokens in found]
+    if temperature is None:
+        temperature = 1.0
+    texts = list[str]()
+    for batch in batches:
+        for tokens in model.continued(batch, length or LENGTH, temperature):
+            texts.append(released.reader.tokenizer.decode(tokens))
+    return texts
 
 
 def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
-    """Yield some records after the other as the network takes them. ``x`` are all of them."""
+    """Yield some records after the other as the network takes them.
+
+    Args:
+        x: all records, shape (records, ...), or decoded images on disk.
+        records: kind of the records, with the public constants that scale them.
+        device: device of the network.
+    """
     gain, offset = scaling_of(records, device)
     for rows in places(len(x), records.shape):
         some = x[rows]
@@ -379,9 +443,9 @@ def _outputs(
     """Return the model's outputs for ``count`` records, and report progress."""
     done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
-    found = torch.empty(count, released.header.task.outputs, dtype=kind)
+    all_logits = torch.empty(count, released.facts.task.outputs, dtype=kind)
     for logits in outputs(released.model, batches):
-        found[done : done + len(logits)] = logits
+        all_logits[done : done + len(logits)] = logits
         done += len(logits)
         report(done, count, released.path, "predictions")
-    return found.numpy()
+    return all_logits.numpy()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.accounting.account import check_composable
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
@@ -31,7 +30,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.training.carried_accounts import carried_by, parts_held_by
+from dpmac_cli.training.carried_accounts import carried_by, check_composable, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_program import PrivateProgram
 from dpmac_cli.training.private_step import NO_SEED
@@ -94,28 +93,24 @@ class PrivateTraining(PrivateProgram):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        named, own = (loss, None) if isinstance(loss, str) else (None, loss)
-        name = f"{type(model).__module__}:{type(model).__qualname__}"
+        function = None if isinstance(loss, str) else loss
         weigh = None if weights is None else RecordWeights(weights, largest_weight, "x", "target")
-        held = (own, weights)  # networks that these read count, too
-        earlier = carried_by(model, held) if isinstance(model, nn.Module) else ()
+        read_by_them = (function, weights)  # networks that these read count, too
+        earlier = carried_by(model, read_by_them) if isinstance(model, nn.Module) else ()
         counted = tuple(event for account in earlier if account.private for event in account.own)
-        chosen: dict[str, Any] = {"dataset": data, "model": name}
+        asked = {**values_of(settings), **keywords}
+        _check_asked(asked)
+        name = f"{type(model).__module__}:{type(model).__qualname__}"
+        chosen = {"dataset": data, "model": name, "calibration": NO_CALIBRATION}
         if loss is not None:
-            chosen["loss"] = named
-        given = values_of(settings)
-        if {**given, **keywords}.get("seed") is not None:
-            raise InputError(NO_SEED)
-        if {**given, **keywords}.get("calibration") == HISTOGRAM:
-            raise InputError("calibration is for dpmac train, which counts its records at the end.")
-        chosen["calibration"] = NO_CALIBRATION
-        resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
+            chosen["loss"] = loss if function is None else None
+        resolved = resolve({**asked, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.settings.device)
-        plan = _as_asked(resolved.plan.on(str(device)), {**given, **keywords})
+        plan = _as_asked(resolved.plan.on(str(device)), asked)
         if plan.settings.cover_scores:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
-        if own is not None:
-            plan = _with_loss(plan, own)
+        if function is not None:
+            plan = _with_loss(plan, function)
         if plan.private:
             check_composable(earlier, plan.account_unit)
         if earlier and plan.settings.canaries:
@@ -131,12 +126,12 @@ class PrivateTraining(PrivateProgram):
                 "class_weights and weights= are two ways to say the same. Use one of them."
             )
         self._step = make_trainer(
-            plan, self._task, self._keys, self._account, loss=own, weigh=weigh
+            plan, self._task, self._keys, self._account, loss=function, weigh=weigh
         )
-        self._held = parts_held_by(model, held)
+        self._held = parts_held_by(model, read_by_them)
         self._weighed = self._step.sums.per_sample.weighed if weigh is None else weigh.name
         on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)
-        if any(not p.requires_grad for p in model.parameters()):
+        if not all(parameter.requires_grad for parameter in model.parameters()):
             on_run = (trained_parts(model, self._step.sums.size), *on_run)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
@@ -146,15 +141,19 @@ class PrivateTraining(PrivateProgram):
         return self._task.model
 
     def _notes_on_earlier(self) -> tuple[str, ...]:
-        if not (events := self._account.before):
+        """Return a note on earlier private steps of the network; () if there are none."""
+        events = self._account.before
+        if not events:
             return ()
         cost, target = total_epsilon(events, self.delta), self._plan.settings.epsilon or math.inf
         steps = sum(event.steps for event in events)
-        spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
+        of_target = ""
+        if cost < target < math.inf:
+            of_target = f" of the {format_epsilon(target)} asked for"
         return (
             f"The network was trained privately before: epsilon counts those steps too ({steps}), "
-            f"which cost {format_epsilon(cost)}{spent} alone. To leave them out, start from a new "
-            "network.",
+            f"which cost {format_epsilon(cost)}{of_target} alone. To leave them out, start from a "
+            "new network.",
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -191,7 +190,9 @@ class PrivateTraining(PrivateProgram):
     def publish(self, out: str | Path, *, force: bool = False) -> Run:
         """Write the model, its report and its card to a run folder, like ``train``.
 
-        ``out`` is a new or empty folder; ``force`` replaces an existing run.
+        Args:
+            out: a new or empty folder.
+            force: whether to replace an existing run in it.
 
         Raises:
             DivergedError: a weight is no longer finite.
@@ -224,6 +225,14 @@ class PrivateTraining(PrivateProgram):
             return publish(session, self.model)
 
 
+def _check_asked(asked: Mapping[str, Any]) -> None:
+    """Reject settings that are for ``dpmac train`` alone. Raises InputError."""
+    if asked.get("seed") is not None:
+        raise InputError(NO_SEED)
+    if asked.get("calibration") == HISTOGRAM:
+        raise InputError("calibration is for dpmac train, which counts its records at the end.")
+
+
 def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:
     """Return a plan without an average of weights, or standardised arrays, that nobody asked for.
 
@@ -241,9 +250,14 @@ def _as_asked(plan: Plan, asked: Mapping[str, Any]) -> Plan:
 
 def _with_loss(plan: Plan, loss: Loss) -> Plan:
     """Return a plan, and so a report, that names a function as the loss."""
-    called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
-    own = {"loss": called, "label_smoothing": 0.0, "class_weights": None, "shares": None}
-    return replace(plan, settings=plan.settings.replace(**own))
+    function = getattr(loss, "__qualname__", type(loss).__qualname__)
+    settings = plan.settings.replace(
+        loss=f"{loss.__module__}:{function}",
+        label_smoothing=0.0,
+        class_weights=None,
+        shares=None,
+    )
+    return replace(plan, settings=settings)
 
 
 #: Opacus also uses this name.

@@ -1,4 +1,9 @@
-"""Publish a run: its model, report, card and audit, and their checksums."""
+"""Publish a run: its model, report, card and audit, and their checksums.
+
+:func:`describe_run` makes the report of a session. Everything else that is published is a view of
+that report: the header of the model is its first half, and the card its text. What is not in the
+report is not published, apart from weights, metrics.jsonl and config.yaml.
+"""
 
 import math
 import platform
@@ -17,6 +22,7 @@ from dpmac_cli.accounting.accountants import accountant_name
 from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
+from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.networks import UserModel, parse_model
@@ -25,15 +31,15 @@ from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
 from dpmac_cli.models.build import Network
 from dpmac_cli.models.language_model import adapter_of
-from dpmac_cli.release import audit, report
+from dpmac_cli.release import report
+from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.run import Run
-from dpmac_cli.release.sentences import DescribedRun, said, sentences_of
+from dpmac_cli.release.sentences import DescribedRun, sentences_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device, device_name
 from dpmac_cli.runs.ledger import state_of
-from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.trainer import RANGES
 from dpmac_cli.tasks.calibration import Calibration
@@ -49,50 +55,79 @@ def publish(session: Session, network: Network | None = None) -> Run:
     """Write the published files of a run, and their checksums last.
 
     The report comes last but for the checksums, and an earlier one was removed as training began: a
-    kill leaves no report beside another model. ``network`` is a network of the program, of which
-    the run's own is a copy.
+    kill leaves no report beside another model. The header of the model is the report's first half.
+
+    Args:
+        session: session of the run after its last step, whose folder is locked.
+        network: a network of the program, of which the run's own is a copy; None otherwise.
+
+    Raises:
+        OSError: a file cannot be written.
     """
-    plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
-    scored = session.scored
-    tested = trainer.data.test is not None
-    if tested and scored is None and plan.score is None:  # the run was resumed at its end
-        scored = trainer.evaluate()
-    exact = {} if scored is None else scored.values()
-    written = describe_run(session, exact)
-    facts = {name: getattr(written, name) for name in report.Facts.model_fields}
-    with trainer.published():
-        save_model(where / folder.MODEL, task.model, report.Facts(**facts).values())
-        _write_adapter(task, plan, where)
-    files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
-    _write_audit(session, written)
+    where, model = session.where, session.task.model
+    described = describe_run(session, _exact_scores(session))
+    values = described.values()
+    with session.trainer.published():
+        save_model(where / folder.MODEL, model, first_half(described).values())
+        _write_adapter(session)
+    files.write_atomically(where / folder.CARD, model_card(described, model).encode())
+    _write_audit(session)
     session.write_metrics()
-    files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
+    files.write_atomically(where / folder.REPORT, files.to_json(values).encode())
     folder.seal(where)
-    settings = plan.settings
-    own = isinstance(parse_model(str(settings.model)), UserModel) and network is None
+    settings = session.plan.settings
+    user_supplied = isinstance(parse_model(str(settings.model)), UserModel) and network is None
     read = partial(
         load_model,
         where,
         choose_device(settings.device),
-        factory=str(settings.model) if own else None,
+        factory=str(settings.model) if user_supplied else None,
         network=network,
     )
-    return Run(written.values(), where, read)
+    return Run(values, where, read)
 
 
-def _write_adapter(task: PreparedRun, plan: Plan, where: Path) -> None:
-    """Write the LoRA updates of a language model; nothing for other runs."""
-    if plan.facts.task.network is None or not isinstance(task.model, WithHead):
+def _exact_scores(session: Session) -> dict[str, Any]:
+    """Return exact test metrics as JSON values; none if scores are covered, or nothing is tested.
+
+    A run that was resumed at its end is scored here.
+    """
+    trainer, scored = session.trainer, session.scored
+    exact = trainer.data.test is not None and session.plan.score is None
+    if exact and scored is None:
+        scored = trainer.evaluate()
+    return {} if scored is None else scored.values()
+
+
+def first_half(described: report.Report) -> report.Facts:
+    """Return the facts of a report without its scores, machine and state."""
+    facts = {name: getattr(described, name) for name in report.Facts.model_fields}
+    return report.Facts(**facts)
+
+
+def _write_adapter(session: Session) -> None:
+    """Write the LoRA updates of a language model in the format of peft; nothing for other runs.
+
+    Raises OSError.
+    """
+    plan, model, where = session.plan, session.task.model, session.where
+    if plan.facts.task.network is None or not isinstance(model, WithHead):
         return
     # Its folder without those above it, which may tell of the user.
-    tensors, config = adapter_of(task.model, f"./{Path(plan.recorded['backbone']).resolve().name}")
+    public = Path(plan.recorded["backbone"]).resolve().name
+    tensors, config = adapter_of(model, f"./{public}")
     if tensors:
         files.write_atomically(where / folder.ADAPTER, safetensors.torch.save(tensors))
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
 def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
-    """Return the report of a run; ``exact`` are test metrics as JSON values."""
+    """Return the report of a run.
+
+    Args:
+        session: session of the run.
+        exact: exact test metrics as JSON values; empty for covered scores.
+    """
     run = DescribedRun(session.plan, session.account, session.weighed, _released(session))
     guarantee = guarantee_of(run)
     point = session.trainer.task.point_facts(guarantee["epsilon"] or math.inf)
@@ -112,14 +147,18 @@ def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
 
 
 def guarantee_of(run: DescribedRun) -> dict[str, Any]:
-    """Return what a run did to its records, what that costs, and what is said of it, by key."""
+    """Return what a run did to its records, what that costs, and what is said of it.
+
+    They are by the keys of a report: events, epsilon, delta, risk, search, seeded, secure and
+    sentences. Epsilon is of everything in the account of the run, or of the whole search.
+    """
     plan, account = run.plan, run.spent
     cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit) if plan.private else None
-    sentences = {
-        "guarantee": " ".join([*said("promise", run), cost.statement]),
-        **sentences_of(run),
-    }
+    guarantee = cost.statement
+    if run.private and account.seeded:
+        guarantee = f"{SEED_GIVEN} {guarantee}"
+    sentences: dict[str, Any] = {"guarantee": guarantee, **sentences_of(run)}
     if risk is not None:
         sentences |= {
             "risk": risk.statement,
@@ -141,7 +180,11 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
 
 
 def _released(session: Session) -> tuple[str, ...]:
-    """Return the topics of the histograms of training records that were released."""
+    """Return the topics of the histograms of training records that were released.
+
+    A histogram is planned, and may not have been released: of a run that was stopped, or whose
+    budget was used up by lost steps.
+    """
     task = session.trainer.task
     released = {
         "ranges": session.trainer.ranges,
@@ -156,11 +199,11 @@ def _settings(session: Session) -> Any:
     plan = session.plan
     device = session.trainer.state.theta.device.type
     used = ("optimizer", *plan.optimizer.used(private=plan.private))
-    values = {
-        name: value
-        for name, value in plan.recorded.items()
-        if name not in report.LEFT_OUT and (GROUPS[name] != OPTIMIZER or name in used)
-    }
+    values = dict[str, Any]()
+    for name, value in plan.recorded.items():
+        idle = GROUPS[name] == OPTIMIZER and name not in used
+        if name not in report.LEFT_OUT and not idle:
+            values[name] = value
     values |= {"dataset": plan.facts.name, "model": plan.model.name}
     # Not the chunk: it says when memory ran out, which depends on the size of a batch.
     values["physical_batch"] = physical_batch(plan.settings, plan.facts, device)
@@ -177,7 +220,7 @@ def _data(session: Session) -> report.Data:
     schema = facts.schema
     return report.Data(
         name=facts.name,
-        own=facts.own,
+        own=facts.user_supplied,
         train_size=facts.train_size,
         test_size=facts.test_size,
         held_out=facts.held_out,
@@ -193,83 +236,99 @@ def _data(session: Session) -> report.Data:
 
 
 def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float, float]] | None:
-    """Return the ranges of columns that were found by noisy counts; None if there are none."""
-    if not counted:
-        return None
+    """Return the ranges of columns that were found by noisy counts; None if there are none.
+
+    Args:
+        counted: their ends in the network, by name, each float64 of shape (counted columns,).
+        plan: plan of the run, with the schema of the columns.
+    """
+    if not counted or plan.facts.schema is None:
+        return {} if counted else None
+    columns = {column.name: column for column in plan.facts.schema.columns}
     none = torch.empty(0)
-    low, high = (counted.get(f"{RANGES}{end}", none).tolist() for end in ("low", "high"))
-    schema, ranges = plan.facts.schema, dict[str, tuple[float, float]]()
-    columns = {} if schema is None else {column.name: column for column in schema.columns}
-    for name, *ends in zip(plan.counted_columns, low, high, strict=True):
-        ranges[name] = columns[name].told(*ends)
+    lows = counted.get(f"{RANGES}low", none).tolist()
+    highs = counted.get(f"{RANGES}high", none).tolist()
+    ranges = dict[str, tuple[float, float]]()
+    for name, low, high in zip(plan.counted_columns, lows, highs, strict=True):
+        ranges[name] = columns[name].as_declared(low, high)
     return ranges
 
 
 def _network(session: Session, point: Mapping[str, Any] | None) -> report.Network:
-    """Return the facts of the network; ``point`` is its operating point, if it has one."""
-    plan, task, calibrated = session.plan, session.task, session.trainer.task
+    """Return the facts of the network.
+
+    Args:
+        session: session of the run.
+        point: operating point of two classes, see
+            :meth:`~dpmac_cli.tasks.task.Task.point_facts`; None without one.
+    """
+    calibrated = session.trainer.task
     calibration = getattr(calibrated, "calibration", None)
     residuals = getattr(calibrated, "residuals", None)
-    decides = point and OperatingPoint(point["asked"], point["log_odds"])
+    operating_point = None
+    if point is not None:
+        operating_point = OperatingPoint(point["asked"], point["log_odds"])
     return report.Network(
-        name=plan.model.name,
-        built_by=task.built_by or None,
-        parameters=task.parameters,
+        name=session.plan.model.name,
+        built_by=session.task.built_by or None,
+        parameters=session.task.parameters,
         trained=session.trainer.sums.size,
         steps=session.trainer.state.step,
         calibration=calibration if isinstance(calibration, Calibration) else None,
         residuals=residuals if isinstance(residuals, Residuals) else None,
-        operating_point=decides or None,
+        operating_point=operating_point,
     )
 
 
 def _features(session: Session) -> report.Features | None:
     """Return the facts of public features and weights; None without any."""
-    plan, features = session.plan, session.plan.features
-    encoder = features if isinstance(features, TextEncoder) else None
-    named = plan.settings.features or plan.settings.backbone
-    if encoder is not None:
-        named = encoder.kind
-    if named is None and plan.pretrained is not None:
-        named = plan.pretrained.name
-    if named is None:
+    plan = session.plan
+    name, encoder = plan.settings.features or plan.settings.backbone, None
+    if isinstance(plan.features, TextEncoder):
+        name, encoder = plan.features.kind, plan.features.config.model_dump()
+    elif name is None and plan.pretrained is not None:
+        name = plan.pretrained.name
+    if name is None:
         return None
-    return report.Features(
-        name=named,
-        sha256=session.task.pretrained,
-        encoder=None if encoder is None else encoder.config.model_dump(),
-    )
+    return report.Features(name=name, sha256=session.task.pretrained, encoder=encoder)
 
 
-#: What noisy counts before training find.
-FOUND = ("ranges and ranks that were not declared",)
+#: Statuses of what a run computes from its records.
+PROTECTED, NOT_COVERED, DECLARED = "protected", "not covered", "declared public"
 
 
 def computed(run: DescribedRun) -> dict[str, str]:
-    """Return the values that a run computes from its records, and whether each is protected."""
-    facts, covered = run.plan.facts, run.plan.score
-    sizes = [f"number of training {run.counted}", f"number of test {run.tested}"]
-    return {
-        "weights, and all numbers of the report except those below": "protected",
-        **dict.fromkeys(sizes[: 1 + bool(facts.test_size)], "declared public"),
-        **dict.fromkeys(
-            (facts.task.public, *facts.records.public),
-            "declared public" if facts.own else "published",
-        ),
-        **dict.fromkeys(facts.inferred, "not covered"),
-        **dict.fromkeys(FOUND * bool(run.plan.ranges), "protected"),
-        **dict.fromkeys(
-            ("scores of the test records",) * bool(facts.test_size),
-            "protected" if covered else "not covered",
-        ),
-        "measured times": "not covered",
-        "notes on the screen: records left out, untested classes, lack of memory": "not covered",
-        "state in checkpoint/, except measured times": "protected",
-    }
+    """Return the values that a run computes from its records, and whether each is protected.
+
+    A card has them as a table: a value is protected by noise, declared public by whoever trained
+    the model, published with a registered dataset, or not covered.
+    """
+    facts = run.plan.facts
+    statuses = {"weights, and all numbers of the report except those below": PROTECTED}
+    statuses[f"number of training {run.counted}"] = DECLARED
+    if facts.test_size:
+        statuses[f"number of test {run.tested}"] = DECLARED
+    for name in (facts.task.public, *facts.records.public):
+        statuses[name] = DECLARED if facts.user_supplied else "published"
+    for name in facts.inferred:
+        statuses[name] = NOT_COVERED
+    if run.plan.ranges:
+        statuses["ranges and ranks that were not declared"] = PROTECTED
+    if facts.test_size:
+        statuses["scores of the test records"] = PROTECTED if run.plan.score else NOT_COVERED
+    statuses["measured times"] = NOT_COVERED
+    statuses["notes on the screen: records left out, untested classes, lack of memory"] = (
+        NOT_COVERED
+    )
+    statuses["state in checkpoint/, except measured times"] = PROTECTED
+    return statuses
 
 
 def _environment(session: Session) -> dict[str, Any]:
-    """Return versions, the machine, and the measured time."""
+    """Return versions, the machine, and the measured time.
+
+    The time of a trial of a search is left out, because it tells which trial it was.
+    """
     device = session.trainer.state.theta.device
     return {
         "dpmac": __version__,
@@ -286,8 +345,14 @@ def _environment(session: Session) -> dict[str, Any]:
 FEW_GUESSES = 20
 
 
-def guesses(canaries: int) -> int:
-    """Return the number of canaries that the attack guesses, half of them in, half out."""
+def guesses_of(canaries: int) -> int:
+    """Return the number r of canaries that the attack guesses, half of them in, half out.
+
+    It is half of them, and at least :data:`FEW_GUESSES` where there are as many.
+
+        >>> [guesses_of(canaries) for canaries in (10, 30, 200)]
+        [10, 20, 100]
+    """
     return max(canaries // 2, min(canaries, FEW_GUESSES))
 
 
@@ -296,20 +361,26 @@ def scores(
 ) -> report.Scores | None:
     """Return test scores: exact metrics, or scores that were released with noise.
 
-    ``history`` are the lines of metrics.jsonl. None if no records were tested on.
+    Args:
+        task: what the model predicts, with its metrics.
+        history: lines of metrics.jsonl.
+        exact: exact test metrics as JSON values; empty for covered scores.
+
+    Returns:
+        The scores; None if no records were tested on.
     """
     last, headline = history[-1], task.headline
     if "test_samples" not in last:
         return None
     logged = {name.removeprefix("test_"): value for name, value in last.items()}
     values = {**logged, **exact, headline.key: last.get(headline.logged)}
-    metrics: dict[str, Any] = {
-        metric.key: report.Score(**_score(values, metric.key, metric.constant))
-        for metric in task.metrics
-    }
-    details: dict[str, Any] = {
-        name: values.get(name) for name in task.reported if "constant_" not in name
-    }
+    metrics, details = dict[str, Any](), dict[str, Any]()
+    constants = {metric.constant for metric in task.metrics}
+    for metric in task.metrics:
+        metrics[metric.key] = report.Score(**_score(values, metric.key, metric.constant))
+    for name in task.reported:
+        if name not in constants:
+            details[name] = values.get(name)
     return report.Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
@@ -321,19 +392,27 @@ def scores(
 
 
 def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]:
-    """Return a metric with its interval, and what a constant prediction has, if they are known."""
+    """Return a metric with its interval, and what a constant prediction has, if they are known.
+
+    Args:
+        values: scores as JSON values.
+        key: key of the metric.
+        constant: key of the metric of the best constant prediction.
+    """
     score = {"value": values.get(key)}
-    if (interval := values.get(f"{key}_interval")) is not None:
+    interval = values.get(f"{key}_interval")
+    if interval is not None:
         score["low"], score["high"] = interval
     if constant in values:
         score["constant"] = values[constant]
     return score
 
 
-def _write_audit(session: Session, written: report.Report) -> None:
+def _write_audit(session: Session) -> None:
     """Write the losses of crafted records and their coins; nothing for runs without an audit.
 
-    A record whose loss is small was more likely trained on.
+    The score of a record is minus its loss: one whose loss is small was more likely trained on.
+    The number of guesses follows from the number of records, so no loss decides it.
     """
     trainer, crafted = session.trainer, session.trainer.data.crafted
     if crafted is None:
@@ -341,13 +420,10 @@ def _write_audit(session: Session, written: report.Report) -> None:
     data = trainer.data.scaled_as(session.plan.facts.records)
     with trainer.published():
         scores = -losses(session.task.model, data, crafted.records)
-    found = audit.Audit(
-        claimed=written.epsilon,
-        delta=session.plan.settings.delta,
-        guesses=guesses(len(crafted.coins)),
+    guesses = Guesses(
+        guesses=guesses_of(len(crafted.coins)),
         scores=tuple(torch.nan_to_num(scores).tolist()),
         coins=tuple(crafted.coins.tolist()),
-        events=tuple(e for e in session.account.events if e.trains),
     )
-    text_of_audit = files.to_json(found.as_json())
-    files.write_atomically(session.where / folder.AUDIT, text_of_audit.encode())
+    text = files.to_json(guesses.as_json())
+    files.write_atomically(session.where / folder.AUDIT, text.encode())

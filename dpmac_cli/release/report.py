@@ -267,9 +267,9 @@ class Facts(Part):
             "residuals": network.residuals,
             "point": network.operating_point,
         }
-        known = {name: None if of is None else asdict(of) for name, of in kinds.items()}
-        named = None if target is None else target.model_dump()
-        return task_of({"classes": self.data.classes, "target": named, **known})
+        facts = {name: None if of is None else asdict(of) for name, of in kinds.items()}
+        facts["target"] = None if target is None else target.model_dump()
+        return task_of({"classes": self.data.classes, **facts})
 
     @property
     def signature(self) -> Signature:
@@ -342,7 +342,10 @@ class Scores(Part):
     do not. Besides these keys, it has the metrics of the task by their names, such as accuracy,
     auroc, mae or r2, each with value, low, high and constant. sensitivity and specificity are in
     the order of classes, and so are the rows (true class) and columns (predicted class) of
-    confusion, the numbers of records.
+    confusion, the numbers of records. For a number to predict, by_bin has the numbers of records
+    by true (rows) and predicted (columns) number in 10 equal parts of the range, after the
+    transform; interval_coverage is the share of the targets that are in their intervals of 90%,
+    and interval_coverage_by_bin that share by predicted number.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -410,8 +413,10 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
             wrote it.
     """
     try:
-        found = _Versioned.model_validate_json(text, strict=True)
-        if found.version == FORMAT or (found.version is found.schema_version is None):
+        header = _Versioned.model_validate_json(text, strict=True)
+        version = header.version
+        unversioned = version is header.schema_version is None
+        if version == FORMAT or unversioned:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except _UnknownTaskError as unknown:
         raise InputError(
@@ -421,13 +426,13 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
     except (ValidationError, InputError) as failure:
         fault = str(failure) if isinstance(failure, InputError) else first_fault(failure)
         raise InputError(f"{file} {complaint} ({fault.rstrip('.')}). {remedy}") from failure
-    if found.version is None or found.version < FORMAT:
+    if version is None or version < FORMAT:
         raise InputError(
             f"{file} was written by an older version of dpmac. Train again, or read it with that "
             "version."
         )
     raise InputError(
-        f"{file} was written by a newer version of dpmac (format {found.version}; this version "
+        f"{file} was written by a newer version of dpmac (format {version}; this version "
         f"reads {FORMAT}). Upgrade dpmac."
     )
 
@@ -441,6 +446,28 @@ def read_report(path: Path) -> Report:
     remedy = f"Use a run folder of dpmac train, or the {folder.REPORT} in it."
     file, text = folder.read_run_file(path, folder.REPORT, remedy)
     return parse_file(Report, text, file, "is not a valid report of dpmac", remedy)
+
+
+#: States of a run without a report that can be read: a process holds its folder; it ended without
+#: one; or its files were changed or damaged.
+RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
+
+
+def how_it_ended(run: Path) -> tuple[str, Report | None]:
+    """Return the state of a run, and its report.
+
+    The state is that of the report (:func:`~dpmac_cli.runs.ledger.state_of` says which), or
+    :data:`RUNNING`, :data:`CUT_OFF` or :data:`DAMAGED`; then there is no report.
+    """
+    if folder.in_use(run):
+        return RUNNING, None
+    if not (run / folder.REPORT).exists():
+        return CUT_OFF, None
+    try:
+        report = read_report(run)
+    except InputError:
+        return DAMAGED, None
+    return report.state, report
 
 
 def events_of(run: Path) -> tuple[TrainingEvent, ...]:

@@ -169,5 +169,5 @@ def load(
         place, choose_device(device), factory=factory, network=network, public=public
     )
     has_report = (place / folder.REPORT).is_file()
-    report = read_report(place).values() if has_report else dict(released.facts)
+    report = read_report(place).values() if has_report else released.facts.values()
     return Run(report, place, lambda: released)

@@ -1,10 +1,9 @@
-"""Sentences about a run: rows of a topic, a condition, and what is said then.
+"""Sentences about a run: one function per topic, which yields what holds for that run.
 
-Reports, cards and the terminal take them from this one table. Names in braces are attributes of
-:class:`DescribedRun`.
+Reports, cards and the terminal take them from here. A topic is a key of ``sentences`` in a report.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,9 @@ from dpmac_cli.config.networks import (
     TableColumns,
 )
 from dpmac_cli.config.plan import Plan
+from dpmac_cli.config.records import Texts
 from dpmac_cli.optim.optimizer import InBall
-
-AUDIT_RUN = (
-    "An audit run: it also trained on artificial records for an attack. The model is unfit for "
-    "release."
-)
-NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
+from dpmac_cli.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
@@ -39,6 +34,8 @@ class DescribedRun:
     """A run that sentences are about: its plan, and what was done to its records.
 
     Attributes:
+        plan: plan of the run, with the facts of its records.
+        spent: account of everything that was done to them.
         weighed: where the weights of records come from, if they are a program's.
         released: topics of the histograms that were released: ranges, calibration, residuals.
     """
@@ -60,13 +57,8 @@ class DescribedRun:
 
     @property
     def counted(self) -> str:
-        """Return what train_size counts."""
+        """Return what train_size counts: records or units."""
         return "units" if self.units else "records"
-
-    @property
-    def unit(self) -> str:
-        """Return what train_size counts, of which there is one."""
-        return self.counted.removesuffix("s")
 
     @property
     def tested(self) -> str:
@@ -74,64 +66,10 @@ class DescribedRun:
         return self.counted if self.plan.score else "records"
 
     @property
-    def sampled(self) -> bool:
-        """Return whether the histogram of the training records is of a sample of them."""
-        return self.plan.histogram is not None and self.plan.histogram.sampling_rate < 1
-
-    @property
-    def class_weights(self) -> str:
-        """Return the class weights, divided by the largest."""
-        weights = class_weights(self.plan.settings)
-        return ", ".join(f"{weight / max(weights):.4g}" for weight in weights)
-
-    @property
-    def inferred(self) -> str:
-        """Parts of the schema that were taken from the records."""
-        return listed(self.plan.facts.inferred)
-
-    @property
-    def counted_columns(self) -> tuple[str, ...]:
-        """Return the columns whose ranges follow from noisy counts."""
-        return self.plan.counted_columns
-
-    @property
-    def features(self) -> str:
-        """Kind of features that the network takes instead of its records; "" for none."""
-        kinds = {
-            Scattered: "scattered",
-            OwnFeatures: "own",
-            TableColumns: "columns",
-            Backbone: "backbone",
-            TextEncoder: "texts",
-        }
-        return kinds.get(type(self.plan.features), "")
-
-    @property
-    def known(self) -> Any:
-        """Return what is registered about public features; None for your own encoder."""
-        found = self.plan.features
-        if isinstance(found, TextEncoder):
-            return found.registered
-        return BACKBONES[found.kind] if isinstance(found, Backbone) else None
-
-    @property
-    def about(self) -> str:
-        """Name of the public features."""
-        found: Any = self.plan.features
-        if self.known is not None:
-            return str(self.known.about)
-        return FEATURES.get(found.kind) or f"the folder {found.kind}"
-
-    @property
-    def pretrained(self) -> str:
-        """Name of the file of public weights, apart from those of a backbone; "" for none."""
-        return "" if self.plan.pretrained is None else self.plan.pretrained.name
-
-    @property
-    def part(self) -> str:
-        """Trained part of the network."""
-        found = PARTS[self.plan.trained.part]
-        return found.removeprefix("the head, and ") if self.continues else found
+    def encoder(self) -> TextEncoder | None:
+        """Public network that reads texts; None for other records."""
+        features = self.plan.features
+        return features if isinstance(features, TextEncoder) else None
 
     @property
     def continues(self) -> bool:
@@ -139,397 +77,425 @@ class DescribedRun:
         return bool(self.plan.facts.task.network)
 
     @property
-    def reader(self) -> str:
-        """Return what kind of network reads texts."""
-        return "language model" if self.continues else "text encoder"
+    def registered(self) -> Any:
+        """Return what is registered about public weights; None for your own, and without any."""
+        features = self.plan.features
+        if isinstance(features, Backbone):
+            return BACKBONES[features.kind]
+        return None if self.encoder is None else self.encoder.registered
 
     @property
-    def cost_of_training(self) -> str:
-        """Return epsilon of all events on training records."""
-        return self._cost_on("training")
+    def pretrained(self) -> str:
+        """Name of the file of public weights, apart from those of a backbone; "" for none."""
+        return "" if self.plan.pretrained is None else self.plan.pretrained.name
 
-    @property
-    def cost_of_scores(self) -> str:
-        """Return epsilon of all scores of test records."""
-        return self._cost_on("test")
-
-    def _cost_on(self, split: str) -> str:
+    def cost_on(self, split: str) -> str:
+        """Return epsilon of all events on a split of the records: "training" or "test"."""
         events = tuple(event for event in self.spent.events if event.records == split)
         return format_epsilon(total_epsilon(events, self.plan.settings.delta))
 
-    @property
-    def cost_of_a_trial(self) -> str:
-        """Return epsilon of one trial of a search; "" if there was none."""
-        search = self.plan.search
-        delta = self.plan.settings.delta
-        return "" if search is None else format_epsilon(search.trial_epsilon(delta))
 
-    @property
-    def domain(self) -> str:
-        """Return what a labelled record is."""
-        return self.plan.facts.records.described
+# Seeds and random numbers.
+
+AUDIT_RUN = (
+    "An audit run: it also trained on artificial records for an attack. The model is unfit for "
+    "release."
+)
+NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
+PLAINLY = (
+    "Noise comes from the key stream of a cipher and is added to the clipped sum in floating "
+    "point. Batches are drawn by SFC64, which is not cryptographic."
+)
+SECURELY = (
+    "With --secure: noise and batches come from the key stream of a cipher. Noise is a float64 "
+    "normal plus a uniform number that hides its last bits. Clipped sum and noise were each "
+    "rounded to multiples of 2^-40 of the sensitivity before they were added."
+)
+BOTH_WAYS = "The last part ran with --secure, an earlier part without."
 
 
-def said(topic: str, run: DescribedRun) -> list[str]:
-    """Return the sentences on a topic that hold for a run."""
-    found = ((holds, sentence) for about, holds, sentence in SENTENCES if about == topic)
-    return [sentence.format(run=run) for holds, sentence in found if holds(run)]
+def audit_run(run: DescribedRun) -> Iterator[str]:
+    """Warn of a model that was trained on crafted records."""
+    if run.plan.settings.canaries:
+        yield AUDIT_RUN
 
 
-#: A topic, a condition, and a sentence that is true where the condition holds.
-SENTENCES: tuple[tuple[str, Callable[[DescribedRun], object], str], ...] = (
-    ("audit_run", lambda run: run.plan.settings.canaries, AUDIT_RUN),
-    # Seeds and random numbers.
-    ("seeds", lambda run: not run.private, NO_SECRETS),
-    ("seeds", lambda run: run.private and run.spent.seeded, statements.SEED_GIVEN),
-    (
-        "seeds",
-        lambda run: run.private and not run.spent.seeded,
-        "All keys came from the operating system, one for each purpose, and were not saved.",
-    ),
-    ("randomness", lambda run: not run.private, NO_SECRETS),
-    (
-        "randomness",
-        lambda run: run.private and not run.plan.settings.secure,
-        "Noise comes from the key stream of a cipher and is added to the clipped sum in floating "
-        "point. Batches are drawn by SFC64, which is not cryptographic.",
-    ),
-    (
-        "randomness",
-        lambda run: run.private and run.plan.settings.secure and run.spent.secure,
-        "With --secure: noise and batches come from the key stream of a cipher. Noise is a float64 "
-        "normal plus a uniform number that hides its last bits. Clipped sum and noise were each "
-        "rounded to multiples of 2^-40 of the sensitivity before they were added.",
-    ),
-    (
-        "randomness",
-        lambda run: run.private and run.plan.settings.secure and not run.spent.secure,
-        "The last part ran with --secure, an earlier part without.",
-    ),
-    ("promise", lambda run: run.private and run.spent.seeded, statements.SEED_GIVEN),
-    # Scores and data.
-    (
-        "covered_scores",
-        lambda run: run.plan.score,
-        "Test scores were released with Gaussian noise, which protects the test records like "
-        "training protects the others. Each unit of privacy is used for training or for testing, "
-        "never both, so epsilon is the larger of the two costs (parallel composition). Training "
-        "costs epsilon {run.cost_of_training}, the scores {run.cost_of_scores}.",
-    ),
-    (
-        "test_records",
-        lambda run: run.plan.facts.held_out and not run.plan.score,
-        "The test records were split off from the private ones. They are also private, and nothing "
-        "that is measured on them is covered.",
-    ),
-    (
-        "public_records",
-        lambda run: run.plan.facts.test_size,
-        "The numbers of training {run.counted} and test {run.tested} are public.",
-    ),
-    (
-        "public_records",
-        lambda run: not run.plan.facts.test_size,
-        "The number of training {run.counted} is public. All of the records were trained on.",
-    ),
-    (
-        "public_records",
-        lambda run: run.plan.facts.schema,
-        "Its columns were declared in a schema, which the report contains in full.",
-    ),
-    (
-        "public_records",
-        lambda run: run.inferred,
-        "Its {run.inferred} were not declared but taken from the records, and are treated as "
-        "public. One record can change them, which epsilon does not cover.",
-    ),
-    (
-        "public_records",
-        lambda run: run.class_weights,
-        "Its class weights, {run.class_weights}, multiply the gradient of a record after clipping. "
-        "They are treated as public: if they were computed from the labels of the records, they "
-        "are facts taken from those, which epsilon does not cover.",
-    ),
-    (
-        "public_records",
-        lambda run: run.weighed,
-        "The weights of {run.weighed}, at most 1, multiply the gradient of a record "
-        "after clipping. What they use besides that record is treated as public: if it was "
-        "computed from the records, it is a fact taken from those, which epsilon does not cover.",
-    ),
-    (
-        "texts",
-        lambda run: run.continues,
-        "A language model can memorise: continue a text with words of a training record. Epsilon "
-        "bounds how much more probable any continuation is because of the texts of "
-        "one {run.unit}. It does not bound what many of them have in common, such as a name or a "
-        "number that stands in the notes of several people, nor what the public weights knew "
-        "before.",
-    ),
-    (
-        "texts",
-        lambda run: run.features == "texts" and not run.continues,
-        "Predictions and cached features reveal texts: the features of a text are a function of "
-        "that text alone, without noise, from which much of it can be reconstructed. Epsilon "
-        "covers the model, not what it answers about a text, nor the folder of features (dpmac "
-        "cache).",
-    ),
-    # The network.
-    (
-        "features",
-        lambda run: run.features == "scattered",
-        "The network takes fixed features of an image ({run.about}), which depend on that image "
-        "alone and contain nothing that was learnt.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "own",
-        "The network takes features of each record from a function of the program ({run.about}), "
-        "which sees one record at a time. That it was made without the records above is declared "
-        "by whoever trained the model; epsilon does not cover it.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "columns",
-        "The network takes fixed functions of each column ({run.about}), which depend on their row "
-        "alone.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "backbone",
-        "The network takes features of an image from a public network ({run.about}), which depend "
+def seeds(run: DescribedRun) -> Iterator[str]:
+    """Say where the keys came from."""
+    if not run.private:
+        yield NO_SECRETS
+    elif run.spent.seeded:
+        yield statements.SEED_GIVEN
+    else:
+        yield "All keys came from the operating system, one for each purpose, and were not saved."
+
+
+def randomness(run: DescribedRun) -> Iterator[str]:
+    """Say how noise and batches were drawn. All parts must be secure to be called so."""
+    if not run.private:
+        yield NO_SECRETS
+    elif not run.plan.settings.secure:
+        yield PLAINLY
+    elif run.spent.secure:
+        yield SECURELY
+    else:
+        yield BOTH_WAYS
+
+
+# Scores and data.
+
+
+def covered_scores(run: DescribedRun) -> Iterator[str]:
+    """Say what noise in the scores protects, and its cost."""
+    if run.plan.score:
+        yield (
+            "Test scores were released with Gaussian noise, which protects the test records like "
+            "training protects the others. Each unit of privacy is used for training or for "
+            "testing, never both, so epsilon is the larger of the two costs (parallel "
+            f"composition). Training costs epsilon {run.cost_on('training')}, the scores "
+            f"{run.cost_on('test')}."
+        )
+
+
+def test_records(run: DescribedRun) -> Iterator[str]:
+    """Say that test records which were split off are private too."""
+    if run.plan.facts.held_out and not run.plan.score:
+        yield (
+            "The test records were split off from the private ones. They are also private, and "
+            "nothing that is measured on them is covered."
+        )
+
+
+def public_records(run: DescribedRun) -> Iterator[str]:
+    """Say which facts of the records are taken as public."""
+    facts, counted = run.plan.facts, run.counted
+    if facts.test_size:
+        yield f"The numbers of training {counted} and test {run.tested} are public."
+    else:
+        yield f"The number of training {counted} is public. All of the records were trained on."
+    if facts.schema:
+        yield "Its columns were declared in a schema, which the report contains in full."
+    if facts.inferred:
+        yield (
+            f"Its {listed(facts.inferred)} were not declared but taken from the records, and are "
+            "treated as public. One record can change them, which epsilon does not cover."
+        )
+    if weights := class_weights(run.plan.settings):
+        relative = ", ".join(f"{weight / max(weights):.4g}" for weight in weights)
+        yield (
+            f"Its class weights, {relative}, multiply the gradient of a record after clipping. "
+            "They are treated as public: if they were computed from the labels of the records, "
+            "they are facts taken from those, which epsilon does not cover."
+        )
+    if run.weighed:
+        yield (
+            f"The weights of {run.weighed}, at most 1, multiply the gradient of a record "
+            "after clipping. What they use besides that record is treated as public: if it was "
+            "computed from the records, it is a fact taken from those, which epsilon does not "
+            "cover."
+        )
+
+
+def texts(run: DescribedRun) -> Iterator[str]:
+    """Say what a model of texts may tell of them, besides what epsilon covers."""
+    if run.continues:
+        yield (
+            "A language model can memorise: continue a text with words of a training record. "
+            "Epsilon bounds how much more probable any continuation is because of the texts of "
+            f"one {run.counted.removesuffix('s')}. It does not bound what many of them have in "
+            "common, such as a name or a number that stands in the notes of several people, nor "
+            "what the public weights knew before."
+        )
+    elif run.encoder is not None:
+        yield (
+            "Predictions and cached features reveal texts: the features of a text are a function "
+            "of that text alone, without noise, from which much of it can be reconstructed. "
+            "Epsilon covers the model, not what it answers about a text, nor the folder of "
+            "features (dpmac cache)."
+        )
+
+
+# The network.
+
+
+def features(run: DescribedRun) -> Iterator[str]:
+    """Say what the network takes instead of its records, and what it starts from."""
+    network, trained = run.plan.features, run.plan.trained.part
+    if isinstance(network, TextEncoder):
+        yield from _features_of_texts(run, network)
+    elif isinstance(network, Scattered | OwnFeatures | TableColumns | Backbone):
+        yield _features_of_records(run, network)
+    if run.pretrained:
+        yield (
+            f"Training started from the weights in {run.pretrained}, which are treated as "
+            "public. Neither they nor the data that they were trained on are covered. If any of "
+            "the records above were in that data, epsilon does not include it."
+        )
+    if not run.plan.starts_public:
+        return
+    if trained == "all":
+        yield "All of its weights were trained further."
+        return
+    part = PARTS[trained]
+    if run.continues:
+        part = part.removeprefix("the head, and ")
+    yield f"The trained part is {part}. Everything else is unchanged from the published weights."
+
+
+def _features_of_records(
+    run: DescribedRun, network: Scattered | OwnFeatures | TableColumns | Backbone
+) -> str:
+    """Return what features of images, tables or a program's records depend on."""
+    about = _about(run, network.kind)
+    if isinstance(network, Scattered):
+        return (
+            f"The network takes fixed features of an image ({about}), which depend on that image "
+            "alone and contain nothing that was learnt."
+        )
+    if isinstance(network, OwnFeatures):
+        return (
+            f"The network takes features of each record from a function of the program ({about}), "
+            "which sees one record at a time. That it was made without the records above is "
+            "declared by whoever trained the model; epsilon does not cover it."
+        )
+    if isinstance(network, TableColumns):
+        return (
+            f"The network takes fixed functions of each column ({about}), which depend on their "
+            "row alone."
+        )
+    return (
+        f"The network takes features of an image from a public network ({about}), which depend "
         "on that image alone. Neither its weights nor the data that they were trained on are "
-        "covered. If any of the records above were in that data, epsilon does not include it.",
-    ),
-    (
-        "features",
-        lambda run: run.continues,
-        "The network is a public language model ({run.about}). Texts are truncated to "
-        "{run.plan.facts.records.limits} tokens of its public vocabulary.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "texts" and not run.continues,
-        "The network takes vectors of texts from a public encoder ({run.about}), and the shares of "
-        "capitals, digits, punctuation and symbols of each text. They depend on each text alone. "
-        "Texts are truncated to {run.plan.facts.records.limits} tokens of its public vocabulary.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "texts" and run.known,
-        "It was trained on {run.known.language} texts: {run.known.corpora}.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "texts" and not run.known,
-        "The language and the texts that it was trained on are to be filled in.",
-    ),
-    (
-        "features",
-        lambda run: run.features == "texts",
+        "covered. If any of the records above were in that data, epsilon does not include it."
+    )
+
+
+def _features_of_texts(run: DescribedRun, encoder: TextEncoder) -> Iterator[str]:
+    """Yield what vectors of texts depend on, and what the public network was trained on."""
+    about, records = _about(run, encoder.kind), run.plan.facts.records
+    assert isinstance(records, Texts)  # noqa: S101  (others have no encoder)
+    truncated = f"Texts are truncated to {records.limits} tokens of its public vocabulary."
+    if run.continues:
+        yield f"The network is a public language model ({about}). {truncated}"
+    else:
+        yield (
+            f"The network takes vectors of texts from a public encoder ({about}), and the shares "
+            "of capitals, digits, punctuation and symbols of each text. They depend on each text "
+            f"alone. {truncated}"
+        )
+    if run.registered:
+        yield f"It was trained on {run.registered.language} texts: {run.registered.corpora}."
+    else:
+        yield "The language and the texts that it was trained on are to be filled in."
+    yield (
         "Neither its weights nor those texts are covered. If any of the records above, or "
-        "quotations from them, were among those texts, epsilon does not include it.",
-    ),
-    (
-        "features",
-        lambda run: run.pretrained,
-        "Training started from the weights in {run.pretrained}, which are treated as "
-        "public. Neither they nor the data that they were trained on are covered. If any of the "
-        "records above were in that data, epsilon does not include it.",
-    ),
-    (
-        "features",
-        lambda run: run.plan.starts_public and run.plan.trained.part == "all",
-        "All of its weights were trained further.",
-    ),
-    (
-        "features",
-        lambda run: run.plan.starts_public and run.plan.trained.part != "all",
-        "The trained part is {run.part}. Everything else is unchanged from the published weights.",
-    ),
-    (
-        "public",
-        lambda run: not run.plan.facts.own,
-        "the dataset {run.plan.facts.name}: {run.plan.facts.about}",
-    ),
-    ("public", lambda run: run.known, "weights of {run.known.about}; licence {run.known.licence}"),
-    (
-        "public",
-        lambda run: run.features == "texts" and not run.known,
-        "weights of the {run.reader} {run.plan.features.kind}; source and licence to be filled in",
-    ),
-    (
-        "public",
-        lambda run: run.pretrained,
-        "weights in {run.pretrained}; source and licence to be filled in",
-    ),
-    (
-        "search",
-        lambda run: run.plan.search,
+        "quotations from them, were among those texts, epsilon does not include it."
+    )
+
+
+def _about(run: DescribedRun, kind: str) -> str:
+    """Return the name of features in words; of one that is not registered, its folder."""
+    if run.registered is not None:
+        return str(run.registered.about)
+    fixed = FEATURES.get(kind)
+    return f"the folder {kind}" if fixed is None else fixed.about
+
+
+def public(run: DescribedRun) -> Iterator[str]:
+    """List public data and weights with their sources; "none" without any."""
+    facts = run.plan.facts
+    sources = list[str]()
+    if not facts.user_supplied:
+        sources.append(f"the dataset {facts.name}: {facts.about}")
+    if run.registered:
+        sources.append(f"weights of {run.registered.about}; licence {run.registered.licence}")
+    elif run.encoder is not None:
+        reader = "language model" if run.continues else "text encoder"
+        sources.append(
+            f"weights of the {reader} {run.encoder.kind}; source and licence to be filled in"
+        )
+    if run.pretrained:
+        sources.append(f"weights in {run.pretrained}; source and licence to be filled in")
+    yield from sources or ["none"]
+
+
+# Searches, and histograms of training records.
+
+
+def search(run: DescribedRun) -> Iterator[str]:
+    """Say how settings were searched for, and that epsilon covers it."""
+    of_run = run.plan.search
+    if of_run is None:
+        return
+    one = format_epsilon(of_run.trial_epsilon(run.plan.settings.delta))
+    yield (
         "This model is the best of a random number K of trials. K was drawn in secret before the "
         "start, from P(K = k) proportional to w^k / k for k from 1 to "
-        "{run.plan.search.trials.most}, with mean {run.plan.search.trials.mean:g}. Each trial drew "
-        "its settings at random and independently, and the best covered score won. The other "
-        "trials, their scores and K were not shown and not kept. Epsilon covers all of this: it is "
-        "not that of one trial. One trial alone costs epsilon {run.cost_of_a_trial}.",
-    ),
-    (
-        "calibration",
-        lambda run: "calibration" in run.released,
-        "After the last step, one histogram of the training {run.counted} was released with "
-        "Gaussian noise, in which each counts at most once. Probabilities follow from it, and no "
-        "decision does.",
-    ),
-    (
-        "calibration",
-        lambda run: "calibration" in run.released and run.sampled,
-        "It is of a random sample of them, and its counts are estimates of those of all.",
-    ),
-    (
-        "ranges",
-        lambda run: run.private and "ranges" in run.released,
+        f"{of_run.trials.most}, with mean {of_run.trials.mean:g}. Each trial drew its settings at "
+        "random and independently, and the best covered score won. The other trials, their scores "
+        "and K were not shown and not kept. Epsilon covers all of this: it is not that of one "
+        f"trial. One trial alone costs epsilon {one}."
+    )
+
+
+def calibration(run: DescribedRun) -> Iterator[str]:
+    """Say what probabilities follow from."""
+    if "calibration" in run.released:
+        yield (
+            f"After the last step, one histogram of the training {run.counted} was released with "
+            "Gaussian noise, in which each counts at most once. Probabilities follow from it, and "
+            "no decision does."
+        )
+        yield from _sampled(run)
+
+
+def residuals(run: DescribedRun) -> Iterator[str]:
+    """Say what intervals of numbers follow from."""
+    if "residuals" in run.released:
+        yield (
+            "After the last step, one histogram of the residuals of the training "
+            f"{run.counted} was released with Gaussian noise, in which each counts at most once. "
+            "Intervals of predictions follow from it. Their share of the targets is that of all "
+            "records, not of each kind."
+        )
+        yield from _sampled(run)
+
+
+def _sampled(run: DescribedRun) -> Iterator[str]:
+    """Say that a histogram after training is of a sample of the records, where it is."""
+    if run.plan.histogram is not None and run.plan.histogram.sampling_rate < 1:
+        yield "It is of a random sample of them, and its counts are estimates of those of all."
+
+
+def ranges(run: DescribedRun) -> Iterator[str]:
+    """Say what ranges of columns and of the number to predict follow from."""
+    task, counted = run.plan.facts.task, run.counted
+    if "ranges" not in run.released:
+        return
+    if not run.private:
+        yield f"Ranges and ranks that were not declared are exact facts of the training {counted}."
+        return
+    yield (
         "Before the first step, ranges and ranks of columns of numbers were found by three rounds "
-        "of histograms of the training {run.counted} with Gaussian noise, in which each counts at "
-        "most once in a column. Epsilon covers them.",
-    ),
-    (
-        "ranges",
-        lambda run: not run.private and "ranges" in run.released,
-        "Ranges and ranks that were not declared are exact facts of the training {run.counted}.",
-    ),
-    (
-        "ranges",
-        lambda run: run.private and "ranges" in run.released and run.plan.facts.task.open,
-        "Before the first step, the range of {run.plan.facts.task.name} was found by three rounds "
-        "of such histograms, and narrowed by its mean and spread, which were released with "
-        "Gaussian noise. Epsilon covers them.",
-    ),
-    (
-        "residuals",
-        lambda run: "residuals" in run.released,
-        "After the last step, one histogram of the residuals of the training {run.counted} was "
-        "released with Gaussian noise, in which each counts at most once. Intervals of predictions "
-        "follow from it. Their share of the targets is that of all records, not of each kind.",
-    ),
-    (
-        "residuals",
-        lambda run: "residuals" in run.released and run.sampled,
-        "It is of a random sample of them, and its counts are estimates of those of all.",
-    ),
-    # Answers after NIST SP 800-226 and "How to DP-fy ML".
-    (
-        "mechanism",
-        lambda run: isinstance(run.plan.optimizer, InBall),
-        "In each step the gradients of a random batch are clipped to a ball of radius "
-        "{run.plan.optimizer.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
-        "mechanism releases their sum.",
-    ),
-    (
-        "mechanism",
-        lambda run: not isinstance(run.plan.optimizer, InBall),
-        "In each step the gradients of a random batch are clipped to an ellipsoid that was "
-        "computed from earlier noisy sums, one unit of privacy at a time, and the Gaussian "
-        "mechanism releases their sum.",
-    ),
-    (
-        "tuning",
-        lambda run: run.plan.search,
-        "Covered: epsilon includes the search for these settings, of which this model is the "
-        "result. Other runs on the same records cost more.",
-    ),
-    (
-        "tuning",
-        lambda run: not run.plan.search,
-        "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
-        "runs on the same records, the total privacy cost is higher.",
-    ),
-    (
-        "data_domain",
-        lambda run: not run.continues,
-        "Labelled {run.domain}, {run.plan.facts.task.described}.",
-    ),
-    (
-        "data_domain",
-        lambda run: run.continues,
-        "Unlabelled {run.domain}. It predicts the next token.",
-    ),
-    (
-        "audit",
-        lambda run: run.plan.settings.canaries,
-        "This run has {run.plan.settings.canaries} crafted records, all of which count in the "
-        "sampling rate: dpmac eval RUN --audit compares what they reveal with the guarantee.",
-    ),
-    (
-        "audit",
-        lambda run: not run.plan.settings.canaries,
-        "This run was not audited. dpmac train --canaries N audits another run with the same "
-        "settings. How dpmac is tested and attacked is in docs/audits.md of its repository.",
-    ),
-    # What epsilon does not cover.
-    (
-        "not_covered",
-        lambda run: not run.private,
-        "Everything: this is a baseline. Do not publish it if the training records matter.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private,
-        "Other runs on the same records: any further hyperparameter search, a comparison, the best "
-        "of several. Each adds to the privacy cost of this one.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private and not run.units,
-        "A person with several records as a whole: each record is protected by itself (`--unit` "
-        "protects all of a person's).",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private and run.units,
-        "A person with two units as a whole, and what several units have in common, such as "
-        "relatives.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private,
+        f"of histograms of the training {counted} with Gaussian noise, in which each counts "
+        "at most once in a column. Epsilon covers them."
+    )
+    if task.open and isinstance(task, Regression):
+        yield (
+            f"Before the first step, the range of {task.name} was found by three rounds "
+            "of such histograms, and narrowed by its mean and spread, which were released with "
+            "Gaussian noise. Epsilon covers them."
+        )
+
+
+# Answers after NIST SP 800-226 and "How to DP-fy ML".
+
+
+def mechanism(run: DescribedRun) -> Iterator[str]:
+    """Say what is released in each step."""
+    region = "an ellipsoid that was computed from earlier noisy sums"
+    if isinstance(run.plan.optimizer, InBall):
+        region = f"a ball of radius {run.plan.optimizer.clip_norm:g}"
+    yield (
+        f"In each step the gradients of a random batch are clipped to {region}, one unit of "
+        "privacy at a time, and the Gaussian mechanism releases their sum."
+    )
+
+
+def tuning(run: DescribedRun) -> Iterator[str]:
+    """Say whether epsilon covers the choice of settings."""
+    if run.plan.search:
+        yield (
+            "Covered: epsilon includes the search for these settings, of which this model is the "
+            "result. Other runs on the same records cost more."
+        )
+    else:
+        yield (
+            "Unknown to this run: epsilon covers this run only. If its settings were chosen by "
+            "other runs on the same records, the total privacy cost is higher."
+        )
+
+
+def data_domain(run: DescribedRun) -> Iterator[str]:
+    """Say what a record is, and what is predicted for it."""
+    facts = run.plan.facts
+    if run.continues:
+        yield f"Unlabelled {facts.records.described}. It predicts the next token."
+    else:
+        yield f"Labelled {facts.records.described}, {facts.task.described}."
+
+
+def audit(run: DescribedRun) -> Iterator[str]:
+    """Say how the guarantee can be tested."""
+    if canaries := run.plan.settings.canaries:
+        yield (
+            f"This run has {canaries} crafted records, all of which count in the sampling rate: "
+            "dpmac eval RUN --audit compares what they reveal with the guarantee."
+        )
+    else:
+        yield (
+            "This run was not audited. dpmac train --canaries N audits another run with the same "
+            "settings. How dpmac is tested and attacked is in docs/audits.md of its repository."
+        )
+
+
+def not_covered(run: DescribedRun) -> Iterator[str]:
+    """List what epsilon does not cover."""
+    if not run.private:
+        yield "Everything: this is a baseline. Do not publish it if the training records matter."
+        return
+    yield (
+        "Other runs on the same records: any further hyperparameter search, a comparison, the "
+        "best of several. Each adds to the privacy cost of this one."
+    )
+    if run.units:
+        yield (
+            "A person with two units as a whole, and what several units have in common, such as "
+            "relatives."
+        )
+    else:
+        yield (
+            "A person with several records as a whole: each record is protected by itself "
+            "(`--unit` protects all of a person's)."
+        )
+    yield (
         "What holds for people in general: if smokers fall ill more often, the model may say so, "
-        "and it applies to a smoker whether or not their record was used.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private and run.plan.facts.test_size and not run.plan.score,
-        "The test records. The {run.plan.facts.task.headline.title} was measured on them without "
-        "noise. If settings, steps or this model were chosen by it, it is better than on other "
-        "records, and the choice reveals information about the test records.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private,
-        "Times in `report.json` and `metrics.jsonl`: they are measured, without noise.",
-    ),
-    (
-        "not_covered",
-        lambda run: run.private,
-        "Attackers who can observe the machine during training.",
-    ),
-)
+        "and it applies to a smoker whether or not their record was used."
+    )
+    if run.plan.facts.test_size and not run.plan.score:
+        yield (
+            f"The test records. The {run.plan.facts.task.headline.title} was measured on them "
+            "without noise. If settings, steps or this model were chosen by it, it is better than "
+            "on other records, and the choice reveals information about the test records."
+        )
+    yield "Times in `report.json` and `metrics.jsonl`: they are measured, without noise."
+    yield "Attackers who can observe the machine during training."
 
 
+#: Topics of a report in their order.
+TOPICS: Mapping[str, Callable[[DescribedRun], Iterator[str]]] = {
+    topic.__name__: topic
+    for topic in (
+        *(audit_run, seeds, randomness, covered_scores, test_records, public_records, texts),
+        *(features, public, search, calibration, ranges, residuals),
+        *(mechanism, tuning, data_domain, audit, not_covered),
+    )
+}
 #: Topics that are lists, and those that only a run with privacy has.
 LISTS = ("public", "not_covered")
 OF_PRIVACY = ("mechanism", "tuning", "data_domain", "audit", "public")
 
 
-def sentences_of(run: DescribedRun) -> dict[str, Any]:
-    """Return what is said of a run, by topic. Topics that do not apply are absent."""
-    topics = dict.fromkeys(topic for topic, _, _ in SENTENCES)
-    by_topic = {topic: said(topic, run) for topic in topics if topic != "promise"}
-    if run.private:
-        by_topic["public"] = by_topic["public"] or ["none"]
-    else:
-        by_topic = {topic: of for topic, of in by_topic.items() if topic not in OF_PRIVACY}
-    return {
-        topic: tuple(sentences) if topic in LISTS else " ".join(sentences)
-        for topic, sentences in by_topic.items()
-        if sentences
-    }
+def sentences_of(run: DescribedRun) -> dict[str, str | tuple[str, ...]]:
+    """Return what holds for a run, by topic: one text, or several of a list.
+
+    Topics that do not apply are absent.
+    """
+    by_topic: dict[str, str | tuple[str, ...]] = {}
+    for name, topic in TOPICS.items():
+        if name in OF_PRIVACY and not run.private:
+            continue
+        sentences = tuple(topic(run))
+        if sentences:
+            by_topic[name] = sentences if name in LISTS else " ".join(sentences)
+    return by_topic

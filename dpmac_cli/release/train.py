@@ -168,7 +168,7 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
 def finish(events: Iterable[RunEvent], on_event: Callable[[Update], None] | None = None) -> Run:
     """Carry out :func:`train_plan` or :func:`resume_folder` to the end. Exceptions propagate."""
     notes, private_notes, run = tuple[str, ...](), tuple[str, ...](), None
-    for event in events:  # to its end, where the lock of the folder is released
+    for event in events:  # all of them: the last one releases the lock of the folder
         if isinstance(event, Started):
             notes, private_notes = event.notes, event.private_notes
         elif isinstance(event, Run):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from dpmac_cli import files
-from dpmac_cli.accounting.account import RESERVED, Account, done, without
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.account import RESERVED, Account, done
+from dpmac_cli.accounting.events import TrainingEvent, without
 from dpmac_cli.runs import folder, headers
 
 FILE = folder.LEDGER

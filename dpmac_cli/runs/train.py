@@ -196,8 +196,8 @@ def _session(
         raise InputError("{canaries} needs a run with one process. Leave it out.")
     elif plan.ranges:
         raise InputError(
-            "A table with columns that are declared by their type alone needs a run with one "
-            "process. Declare their ranges."
+            "Ranges and ranks of a table's columns are found by one process. Start it without "
+            "torchrun, or declare all ranges in the schema and add {scale=}declared."
         )
     saved, ledger = before.saved, _ledger(plan, before)
     keys = make_keys(plan.settings.seed, base=ledger.base, part=len(ledger.before))

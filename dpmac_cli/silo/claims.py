@@ -51,6 +51,9 @@ class Claim:
 class Federation:
     """Joint meaning of the claims of all silos. See :func:`federation`.
 
+    Epsilon of a silo is for the records in that silo. Somebody with records in several is covered
+    by the sum, which :attr:`statement` names.
+
     Attributes:
         silos: the last claim of each silo, and the number of its rounds that were lost.
         server: who ran the server.
@@ -69,43 +72,43 @@ class Federation:
     @property
     def statement(self) -> str:
         """Return the guarantee in plain sentences."""
-        costs = "; ".join(
+        costs = [
             f"silo {number}: epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}, for "
             f"one {claim.unit}"
             for number, (claim, _) in enumerate(self.silos, 1)
-        )
+        ]
         return (
             "Each silo's records are protected by that silo's own noise, whoever runs the server. "
             "What a silo sent in all rounds is seen by the server and, averaged, by every other "
             "silo and by whoever gets the model. It is differentially private with the silo's own "
-            f"epsilon and delta: {costs}. {self._persons} {NOT_COVERED}"
+            f"epsilon and delta: {'; '.join(costs)}. {self._persons} {NOT_COVERED}"
         )
 
     @property
     def report(self) -> str:
         """Return a card of the final model, in Markdown."""
         head = "| silo | unit | records | sampling rate | sigma | steps (lost) | epsilon | delta |"
-        rows = (
-            f"| {number} ({claim.silo[:8]}) | {claim.unit} | {claim.n:,} | "
-            f"{claim.sampling_rate:.4g} | {claim.sigma:.10g} | {claim.begun} "
-            f"({lost * claim.steps}) | {format_epsilon(claim.epsilon)} | {claim.delta:g} |"
-            for number, (claim, lost) in enumerate(self.silos, 1)
-        )
-        how = (
+        table = [head, "|---" * 8 + "|"]
+        for number, (claim, lost) in enumerate(self.silos, 1):
+            table.append(
+                f"| {number} ({claim.silo[:8]}) | {claim.unit} | {claim.n:,} | "
+                f"{claim.sampling_rate:.4g} | {claim.sigma:.10g} | {claim.begun} "
+                f"({lost * claim.steps}) | {format_epsilon(claim.epsilon)} | {claim.delta:g} |"
+            )
+        by = (
             f"- Server: {self.server or 'not stated'}",
             f"- Aggregation: {self.aggregation or 'not stated'}",
         )
-        table = (head, "|---" * 8 + "|", *rows)
-        parts = ("# Privacy of a federated model", "\n".join(table), "\n".join(how))
+        parts = ("# Privacy of a federated model", "\n".join(table), "\n".join(by))
         return "\n\n".join((*parts, self.statement, OWN_WORD)) + "\n"
 
     @property
     def _persons(self) -> str:
         """Return what holds for somebody with records in one silo, or in several."""
-        alone = (
-            f"Somebody with records in one silo: epsilon at most {format_epsilon(self.epsilon)}."
-        )
-        if len({claim.unit for claim, _ in self.silos}) > 1:
+        most = format_epsilon(self.epsilon)
+        alone = f"Somebody with records in one silo: epsilon at most {most}."
+        units = {claim.unit for claim, _ in self.silos}
+        if len(units) > 1:
             return f"{alone} Silos protect different units, whose costs cannot be added."
         total = sum(claim.epsilon for claim, _ in self.silos)
         deltas = sum(claim.delta for claim, _ in self.silos)
@@ -126,19 +129,21 @@ def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = 
     Raises InputError without a claim, or if a silo's steps did not rise from round to round: its
     account was replaced.
     """
-    silos: dict[str, list[Claim]] = {}
+    by_silo: dict[str, list[Claim]] = {}
     for claim in claims:
-        known = silos.setdefault(claim.silo, [])
+        known = by_silo.setdefault(claim.silo, [])
         if claim not in known:  # a reply that was sent again
             known.append(claim)
-    if not silos:
+    if not by_silo:
         raise InputError("A federation has at least one claim of a silo.")
     raise_errors(
         f"The claims of silo {name} do not belong to one account: each round begins more steps."
-        for name, every in silos.items()
-        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(every))
+        for name, rounds in by_silo.items()
+        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(rounds))
     )
-    last = (
-        (every[-1], every[-1].begun // every[-1].steps - len(every)) for every in silos.values()
-    )
-    return Federation(tuple(last), server, aggregation)
+    silos = []
+    for rounds in by_silo.values():
+        last = rounds[-1]
+        lost = last.begun // last.steps - len(rounds)
+        silos.append((last, lost))
+    return Federation(tuple(silos), server, aggregation)

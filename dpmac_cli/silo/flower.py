@@ -35,7 +35,7 @@ def client_app(make_silo: Callable[[Context], Silo]) -> ClientApp:
 
 def answer(make_silo: Callable[[Context], Silo], message: Message, context: Context) -> Message:
     """Return the reply of a node to a message. Raises SiloError, and nothing else."""
-    said = REFUSED
+    message_to_server = REFUSED
     try:
         config, arrays = message.content["config"], message.content["arrays"]
         seen = dict(zip(config.get("silos", ()), config.get("seen", ()), strict=True))
@@ -47,7 +47,7 @@ def answer(make_silo: Callable[[Context], Silo], message: Message, context: Cont
                 seen=max(seen.get(name, 0) for name in (silo.name, _node(context.node_id))),
             )
     except SiloError as failure:
-        said = str(failure)
+        message_to_server = str(failure)
     except Exception:  # noqa: BLE001  (its text may be about records)
         traceback.print_exc()
     else:
@@ -57,7 +57,7 @@ def answer(make_silo: Callable[[Context], Silo], message: Message, context: Cont
             "claim": ConfigRecord(asdict(reply.claim)),
         }
         return Message(RecordDict(content), reply_to=message)
-    raise SiloError(said)  # not within the handler, so that nothing else is attached
+    raise SiloError(message_to_server)  # not within the handler, so that nothing else is attached
 
 
 def _node(number: int) -> str:

@@ -1,19 +1,19 @@
 """Rounds of a silo, kept on disk beside its account. Imports no torch."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpmac_cli import files
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
 
 #: Files of a silo's folder.
-ACCOUNT, ROUNDS, STATE, REPLY, LOCK, PROBLEMS = (
-    *("account.json", "silo.json", "state.safetensors", "reply.safetensors", ".lock"),
-    "problems.txt",
-)
+ACCOUNT, ROUNDS, ANSWERED = "account.json", "silo.json", "answered.safetensors"
+LOCK, PROBLEMS = ".lock", "problems.txt"
 
 
 class Round(BaseModel):
@@ -21,7 +21,7 @@ class Round(BaseModel):
 
     Attributes:
         run, number: name of the server's run, and number of the round in it.
-        given: SHA-256 of the weights that the server sent.
+        weights: SHA-256 of the weights that the server sent.
         sent: SHA-256 of the weights of the reply; None as long as there is none.
     """
 
@@ -29,7 +29,7 @@ class Round(BaseModel):
 
     run: str
     number: int
-    given: str
+    weights: str
     sent: str | None = None
 
 
@@ -57,23 +57,43 @@ class Rounds(BaseModel):
         """Return the number of rounds with a reply."""
         return sum(each.sent is not None for each in self.rounds)
 
-    def lost(self, begun: int) -> int:
-        """Return the number of rounds without a reply, given the steps that have begun."""
-        return begun // int(self.settings["steps"]) - self.answered
+    def begun_in(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of steps of the silo among the events of its account.
 
-    def enter(self, run: str, number: int, given: str) -> Round:
+        They are those with its noise multiplier. An account that others share may have more.
+        """
+        return sum(event.steps for event in events if event.noise_multiplier == self.sigma)
+
+    def lost(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of rounds without a reply, by the events of the silo's account."""
+        steps: int = self.settings["steps"]
+        return self.begun_in(events) // steps - self.answered
+
+    def left(self, events: Iterable[TrainingEvent]) -> int:
+        """Return the number of rounds that epsilon still allows, by the events of the account.
+
+        With an account that others share, there may be fewer by then.
+        """
+        rounds: int = self.settings["rounds"]
+        steps: int = self.settings["steps"]
+        return max(0, rounds - self.begun_in(events) // steps)
+
+    def enter(self, run: str, number: int, weights: str) -> Round:
         """Return the round of a request, which may have begun before.
+
+        Args:
+            run, number, weights: as in :class:`Round`.
 
         Raises InputError for a round that was begun with other weights, or is older than another.
         """
         for known in self.rounds:
             if (known.run, known.number) == (run, number):
-                if known.given != given:
+                if known.weights != weights:
                     raise InputError(f"Round {number} was begun with other weights.")
                 return known
         if any(known.run == run and known.number > number for known in self.rounds):
             raise InputError(f"Round {number} is older than the last one.")
-        self.rounds.append(Round(run=run, number=number, given=given))
+        self.rounds.append(Round(run=run, number=number, weights=weights))
         return self.rounds[-1]
 
     def write(self, folder: Path) -> None:

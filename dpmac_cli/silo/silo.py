@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.part import Part
 from dpmac_cli.dp.clipping.batches import Batch, map_rows
 from dpmac_cli.errors import BudgetError, DpmacError, InputError
 from dpmac_cli.models.digest import digest
@@ -32,11 +31,10 @@ from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.silo.claims import Claim
 from dpmac_cli.silo.rounds import (
     ACCOUNT,
+    ANSWERED,
     LOCK,
     PROBLEMS,
-    REPLY,
     ROUNDS,
-    STATE,
     Rounds,
     read_rounds,
 )
@@ -48,12 +46,19 @@ from dpmac_cli.training.reading import Checked
 LOCKED = "This silo is in use by another process."
 USED_UP = "The privacy budget of this silo is used up."
 REFUSED = "The silo refused the request. problems.txt in its folder says why."
+#: Said to the program that made the silo, before any request.
+NOT_OPEN = (
+    "This silo is not open: its folder is neither locked nor read. Use it within a with statement: "
+    "with silo: silo.round(...)."
+)
+#: Beginnings of the names of tensors of the last round that was answered.
+OF_STATE, OF_REPLY = "state.", "reply."
 #: Settings of a PrivateStep that a silo chooses itself.
-CHOSEN = ("sigma", "epochs", "max_epsilon", "seed", "account")
+CHOSEN = ("sigma", "epochs", "max_epsilon", "seed")
 
 
 class SiloError(DpmacError):
-    """A silo does not answer: one of the three texts above, which a server may see."""
+    """A silo does not answer: one of the texts above, which a server may see."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Reply:
     """All that leaves a silo in a round.
 
     Attributes:
-        weights: trained parameters by name, after noise. Buffers stay.
-        claim: public facts.
+        weights: trained parameters by name, after noise, on the CPU. Buffers stay.
+        claim: public facts, none of which depends on what a record contains.
     """
 
     weights: Mapping[str, Tensor]
@@ -82,18 +87,23 @@ class Silo:
     that cannot be read later adds nothing, so that no reply depends on whether it can.
 
     Args:
-        folder: folder of this silo's account, of these records alone. It must not be deleted or
-            put back from a backup: what was spent would be forgotten.
+        folder: folder of this silo's rounds and account, of these records alone. It must not be
+            deleted or put back from a backup: what was spent would be forgotten.
         network: the network, with its initial weights, which no record has changed.
         loss: ``loss(model, batch)``, as for :class:`~dpmac_cli.PrivateStep`.
-        records: map-style dataset of n records, such as a ``torch.utils.data.Dataset``.
+        records: map-style dataset of n records, such as a ``torch.utils.data.Dataset``. Each item
+            is what epsilon protects: a record, or all records of a person in tensors of one shape.
         sampling: how batches are drawn. An epoch of :class:`~dpmac_cli.RandomAllocation` must end
             with a round.
-        epsilon: epsilon of all rounds together, which a lost round shortens.
+        epsilon: epsilon of all rounds together, which a lost round shortens. With an ``account``,
+            of everything that it counts.
         rounds: number of rounds.
         steps: number of steps of a round.
         silos: number of silos. The average of their weights has less noise, so the default learning
             rate is multiplied by its square root.
+        account: account on disk of the same records, of :meth:`.Account.create`, if they are used
+            elsewhere, too: by a silo in another folder, or another training. By default the folder
+            has one of its own, which counts the silo's rounds alone.
         settings: other arguments of :class:`~dpmac_cli.PrivateStep`, such as ``optimizer`` and
             ``lr``.
 
@@ -113,6 +123,7 @@ class Silo:
         rounds: int,
         steps: int,
         silos: int = 1,
+        account: Account | None = None,
         **settings: Any,
     ) -> None:
         if chosen := sorted(settings.keys() & set(CHOSEN)):
@@ -120,6 +131,11 @@ class Silo:
         for name, count in (("rounds", rounds), ("steps", steps), ("silos", silos)):
             if not isinstance(count, int) or count < 1:
                 raise InputError(f"{name} must be a whole number from 1, not {count!r}.")
+        if account is not None and account.path is None:
+            raise InputError(
+                "The account of a silo must be on disk, because each round may be in a process of "
+                "its own. Use Account.create(path, ...)."
+            )
         if carried_by(network, loss):
             raise InputError("The network was trained privately before. Start from public weights.")
         if sampling.sampler != "poisson" and steps % sampling.steps_per_epoch:
@@ -129,6 +145,7 @@ class Silo:
             )
         self.folder = Path(folder).absolute()
         self._network, self._sampling, self._steps = network, sampling, steps
+        self._shared = account
         weigh = settings.get("weights")
         use = _used_by(network, (loss,) if weigh is None else (loss, lambda _, batch: weigh(batch)))
         self._records = Checked(records, settings.get("example"), sampling.n, use)
@@ -148,7 +165,10 @@ class Silo:
             "silos": silos,
             "parameters": {name: list(p.shape) for name, p in _parameters(network).items()},
         }
+        if account is not None:
+            self._settings["account"] = account.number
         self._lock: FileLock | None = None
+        self._answered: PrivateStep | None = None
 
     def __enter__(self) -> Self:
         """Lock the folder, and read its account.
@@ -179,27 +199,43 @@ class Silo:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+            self._answered = None
 
     @property
     def name(self) -> str:
         """Return the random name of this silo's account."""
-        return self._account.number
+        return self._open.number
 
     @property
     def epsilon(self) -> float:
         """Return the privacy cost of all that has begun on these records."""
-        return self._account.epsilon
+        return self._open.epsilon
 
     @property
     def rounds_left(self) -> int:
         """Return the number of rounds that epsilon still allows."""
-        rounds: int = self._settings["rounds"]
-        return max(0, rounds - self._account.count // self._steps)
+        return self._rounds.left(self._open.own)
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee."""
-        return self._account.statement
+        """Return the meaning of the guarantee, in plain sentences.
+
+        It is about everything in the account of these records, and says what is not covered.
+        """
+        return self._open.statement
+
+    @property
+    def _open(self) -> Account:
+        """Return the account. Raises SiloError outside of ``with``."""
+        if self._lock is None:
+            raise SiloError(NOT_OPEN)
+        return self._account
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps of this silo that have begun."""
+        events = self._open.own
+        return self._rounds.begun_in(events)
 
     def round(self, run: str, number: int, weights: Mapping[str, Tensor], seen: int = 0) -> Reply:
         """Take the steps of a round, and return all that leaves the silo.
@@ -218,78 +254,105 @@ class Silo:
             SiloError: with a text that may be shown to the server. The reason is in the folder's
                 ``problems.txt``, which may be about records and must not leave.
         """
+        account = self._open
         try:
-            return self._round(str(run), int(number), weights, seen)
+            return self._round(account, str(run), int(number), weights, seen)
         except Exception as failure:  # noqa: BLE001  (user code may raise anything)
-            said = USED_UP if isinstance(failure, BudgetError) else REFUSED
+            message = USED_UP if isinstance(failure, BudgetError) else REFUSED
             self._note(failure)
-        raise SiloError(said)  # not within the handler, so that nothing else is attached
+        raise SiloError(message)  # not within the handler, so that nothing else is attached
 
-    def _round(self, run: str, number: int, weights: Mapping[str, Tensor], seen: int) -> Reply:
-        if self._lock is None:
-            raise InputError("Take rounds within the silo: with silo: silo.round(...).")
-        account, kept = self._account, self._rounds
-        if account.count < seen:
+    def _round(
+        self, account: Account, run: str, number: int, weights: Mapping[str, Tensor], seen: int
+    ) -> Reply:
+        """Take a round. Its failures may be about records."""
+        rounds, begun = self._rounds, self._begun
+        if begun < seen:
             raise InputError(
-                f"The server has seen {seen} steps of this silo, and its account has "
-                f"{account.count}: it was deleted, or an older copy was restored."
+                f"The server has seen {seen} steps of this silo, and its account has {begun}: it "
+                "was deleted, or an older copy was restored."
             )
-        given = self._checked(weights)
-        entry = kept.enter(run, number, digest(given, {}))
+        weights = self._checked(weights)
+        entry = rounds.enter(run, number, digest(weights, {}))
         if entry.sent is not None:
             return self._again(entry.sent)
-        step = self._resumed(given)
+        step = self._resumed(weights)
+        self._answered = None  # until this round is
         step.reserve(self._steps)  # on disk, before a record is read
-        kept.begun = account.count
-        kept.write(self.folder)
+        rounds.begun = account.count
+        rounds.write(self.folder)
         for batch in islice(step.loader(self._records), self._steps):
             step(batch)
         reply = Reply(
             {name: p.detach().cpu().clone() for name, p in _parameters(step.model).items()},
             self._claim(),
         )
-        self._save(step)
-        self._write(REPLY, reply.weights, {"claim": asdict(reply.claim)})
+        self._save(step, reply)
         entry.sent = digest(reply.weights, {})
-        kept.write(self.folder)
+        rounds.write(self.folder)
+        if self._shared is None:  # nothing else takes steps off those that are left
+            self._answered = step
         return reply
 
-    def _resumed(self, given: Mapping[str, Tensor]) -> "_Step":
-        """Return a training with the state of the last round, on the weights of the server."""
+    def _resumed(self, weights: Mapping[str, Tensor]) -> PrivateStep:
+        """Return a training with the state of the last round, on the weights of the server.
+
+        The training that answered it in this process goes on, with keys that no other process has.
+        After a round that failed, or in another process, its state is read, and keys are new.
+        """
+        if self._answered is not None:
+            _assign(self._answered.model, weights)
+            return self._answered
         network = copy.deepcopy(self._network)
-        _assign(network, given)
-        step = self._step(network, sigma=self._rounds.sigma, account=self._account)
-        if (self.folder / STATE).exists():
-            tensors, kept = self._read(STATE)
+        _assign(network, weights)
+        limit = {} if self._shared is None else {"max_epsilon": self._settings["epsilon"]}
+        step = self._step(network, sigma=self._rounds.sigma, account=self._account, **limit)
+        if (self.folder / ANSWERED).exists():
+            tensors, facts = self._saved(OF_STATE)
             structure = self._records.structure
             step.load_state_dict(
                 {
-                    **kept,
+                    **facts,
                     "tensors": tensors,
                     "structure": structure.template,
                     "public": structure.keep,
                 }
             )
-            _assign(network, given)
+            _assign(network, weights)
         step.lr = self._rounds.lr
         return step
 
-    def _step(self, network: nn.Module, **options: Any) -> "_Step":
+    def _step(self, network: nn.Module, **options: Any) -> PrivateStep:
         planned = self._settings["rounds"] * self._steps
-        given = {**self._options, "steps": planned, **options}
-        return _Step(network, self._loss, sampling=self._sampling, **given)
+        settings = {**self._options, "steps": planned, **options}
+        return PrivateStep(network, self._loss, sampling=self._sampling, **settings)
 
-    def _save(self, step: "_Step") -> None:
+    def _save(self, step: PrivateStep, reply: Reply) -> None:
+        """Write the state of the training and the reply, in one file."""
         state = step.state_dict()
-        kept = {name: state[name] for name in ("numbers", "trainings", "lr")}
-        self._write(STATE, state["tensors"], kept)
+        facts = {name: state[name] for name in ("numbers", "trainings", "lr")}
+        facts["claim"] = asdict(reply.claim)
+        tensors = {f"{OF_STATE}{name}": tensor for name, tensor in state["tensors"].items()}
+        tensors |= {f"{OF_REPLY}{name}": tensor for name, tensor in reply.weights.items()}
+        content = save(tensors, {"facts": json.dumps(facts)})
+        files.write_atomically(self.folder / ANSWERED, content, files.PRIVATE_MODE)
+
+    def _saved(self, part: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors of the last round that was answered, and all facts of it.
+
+        ``part`` is the beginning of their names: :data:`OF_STATE` or :data:`OF_REPLY`.
+        """
+        with safe_open(self.folder / ANSWERED, "pt") as file:
+            names = [name for name in file.keys() if name.startswith(part)]  # noqa: SIM118
+            tensors = {name.removeprefix(part): file.get_tensor(name) for name in names}
+            return tensors, json.loads(file.metadata()["facts"])
 
     def _again(self, sent: str) -> Reply:
         """Return the last reply again. Raises InputError if it is not that of a round."""
-        weights, kept = self._read(REPLY)
+        weights, facts = self._saved(OF_REPLY)
         if digest(weights, {}) != sent:
             raise InputError("The round was answered, and a later one since.")
-        return Reply(weights, Claim(**kept["claim"]))
+        return Reply(weights, Claim(**facts["claim"]))
 
     def _claim(self) -> Claim:
         account, settings = self._account, self._settings
@@ -301,62 +364,71 @@ class Silo:
             sigma=self._rounds.sigma,
             steps=self._steps,
             delta=account.delta,
-            begun=account.count,
+            begun=self._begun,
             epsilon=account.epsilon,
         )
 
     def _checked(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a request that the network has. Raises InputError."""
-        given = dict[str, Tensor]()
-        for name, own in _parameters(self._network).items():
+        """Return the weights of a request that the network has, on the CPU, in its dtypes.
+
+        Raises InputError if one is missing, has another shape, or is not finite.
+        """
+        checked: dict[str, Tensor] = {}
+        for name, parameter in _parameters(self._network).items():
             tensor = weights.get(name)
-            if tensor is None or tensor.shape != own.shape or not tensor.isfinite().all():
+            if tensor is None or tensor.shape != parameter.shape or not tensor.isfinite().all():
                 raise InputError(f"The server's {name} is missing, not finite, or another shape.")
-            given[name] = tensor.detach().to("cpu", own.dtype)
-        return given
+            checked[name] = tensor.detach().to("cpu", parameter.dtype)
+        return checked
 
     def _kept(self) -> Rounds | None:
-        """Return the rounds in the folder; None for a new one. Raises InputError."""
+        """Return the rounds in the folder; None for a new one. Raises InputError.
+
+        A folder without rounds is new if nothing has begun in an account of its own. Another one
+        also counts what is not known here.
+        """
+        account = self.folder / ACCOUNT
         if (self.folder / ROUNDS).exists():
             return read_rounds(self.folder)
-        there = {p.name for p in self.folder.iterdir() if not p.name.endswith(files.PART)}
-        new = there <= {LOCK, PROBLEMS, ACCOUNT, f"{ACCOUNT}.lock"}
-        if not new or (ACCOUNT in there and Account.open(self.folder / ACCOUNT).count):
+        names = {p.name for p in self.folder.iterdir() if not p.name.endswith(files.PART)}
+        new = names <= {LOCK, PROBLEMS, ACCOUNT, f"{ACCOUNT}.lock"}
+        alone = ACCOUNT in names and not account.is_symlink()
+        if not new or (alone and Account.open(account).count):
             return read_rounds(self.folder)
         return None
 
     def _created(self) -> Rounds:
         """Begin an account, and choose the noise. Raises BudgetError."""
         epsilon, silos = self._settings["epsilon"], self._settings["silos"]
-        probe = self._step(copy.deepcopy(self._network), epsilon=epsilon)
-        if not (self.folder / ACCOUNT).exists():
-            Account.create(self.folder / ACCOUNT, delta=probe.delta, epsilon=epsilon)
+        network, account = copy.deepcopy(self._network), self.folder / ACCOUNT
+        probe = self._step(network, epsilon=epsilon, account=self._shared)
+        if self._shared is not None and self._shared.path is not None:
+            account.unlink(missing_ok=True)  # a link, or of no event
+            account.symlink_to(self._shared.path)
+        elif not account.exists():
+            Account.create(account, delta=probe.delta, epsilon=epsilon)
         lr = probe.lr if "lr" in self._settings else probe.lr * math.sqrt(silos)
-        made = Rounds(settings=self._settings, sigma=probe.sigma, lr=lr)
-        made.write(self.folder)
-        return made
+        rounds = Rounds(settings=self._settings, sigma=probe.sigma, lr=lr)
+        rounds.write(self.folder)
+        return rounds
 
     def _check_kept(self) -> None:
         """Raise InputError if the folder has other settings, or an account that is older."""
-        was = self._rounds.settings
-        if changed := sorted(
-            n for n in self._settings | was if self._settings.get(n) != was.get(n)
-        ):
+        settings, earlier = self._settings, self._rounds.settings
+        changed = [name for name in settings | earlier if settings.get(name) != earlier.get(name)]
+        if changed:
             raise InputError(
-                f"The silo in {self.folder} was begun with other settings: {', '.join(changed)}. "
-                "Use the same ones, because its noise was chosen for them."
+                f"The silo in {self.folder} was begun with other settings: "
+                f"{', '.join(sorted(changed))}. Use the same ones, because its noise was chosen "
+                "for them."
+            )
+        if self._shared is not None and self._shared.number != self._account.number:
+            raise InputError(
+                f"{self.folder / ACCOUNT} is another account than that of these records. Put the "
+                "link to it back."
             )
         if self._account.count < self._rounds.begun:
             raise InputError(f"An older copy of {self.folder / ACCOUNT} was restored.")
-
-    def _write(self, name: str, tensors: Mapping[str, Tensor], kept: Mapping[str, Any]) -> None:
-        content = save(dict(tensors), {"kept": json.dumps(kept)})
-        files.write_atomically(self.folder / name, content, files.PRIVATE_MODE)
-
-    def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        with safe_open(self.folder / name, "pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            return tensors, json.loads(opened.metadata()["kept"])
 
     def _note(self, failure: Exception) -> None:
         """Write the reason of a failure to the folder, where its owner alone can read it."""
@@ -365,19 +437,6 @@ class Silo:
             path.touch(files.PRIVATE_MODE)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{type(failure).__name__}: {failure}\n")
-
-
-class _Step(PrivateStep):
-    """Training of a silo, whose steps of a round begin together."""
-
-    __slots__ = ()
-
-    def reserve(self, steps: int) -> None:
-        """Begin steps in the account. Raises BudgetError if it does not allow all of them."""
-        if not isinstance(self._account, Part):
-            raise ValueError("a silo's steps need an account")
-        self._account.check(self._account.steps(steps))
-        self._account.reserve(steps)
 
 
 def _used_by(network: nn.Module, functions: tuple[BatchLoss, ...]) -> Callable[[Batch], None]:
@@ -395,8 +454,8 @@ def _of_records(loss: BatchLoss) -> BatchLoss:
     """Return a loss of :class:`.Checked` records: NaN for one that could not be used."""
 
     def of_used(model: nn.Module, batch: Any) -> Tensor:
-        found: Tensor = loss(model, batch["record"]) * batch["used"]
-        return found
+        losses: Tensor = loss(model, batch["record"]) * batch["used"]
+        return losses
 
     return of_used
 
@@ -408,5 +467,6 @@ def _parameters(network: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _assign(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights by name into the trained parameters of a network."""
     for name, parameter in _parameters(network).items():
         parameter.copy_(weights[name])

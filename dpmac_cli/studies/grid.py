@@ -1,4 +1,9 @@
-"""Grid of a study: settings with several values become cells and runs. Imports no torch."""
+"""Grid of a study: settings with several values become cells and runs. Imports no torch.
+
+Values of the noise, or of the epsilon that it is chosen for, are the columns of the table, and
+combinations of other values its rows. A cell has one run per seed. All runs have the same records,
+so that one total epsilon covers them. Everything is validated before the first run is trained.
+"""
 
 import hashlib
 import itertools
@@ -64,28 +69,35 @@ def read_values(
         errors: faults are added to these.
     """
     faults = list[str]()
-    given, places = layered(flags, file, several_runs=True)
-    own = {name: given.pop(name) for name in model.model_fields if name in given}
-    study = valid(model, own, faults, places)
-    values = {name: listed_values(name, value) for name, value in given.items()}
-    for name, of in values.items():
-        for value in of:
-            if not RANGE.fullmatch(str(value)):  # to draw from
+    merged, places = layered(flags, file, several_runs=True)
+    of_study = {name: merged.pop(name) for name in model.model_fields if name in merged}
+    study = valid(model, of_study, faults, places)
+    values = {name: listed_values(name, value) for name, value in merged.items()}
+    for name, listed in values.items():
+        for value in listed:
+            is_range = RANGE.fullmatch(str(value))  # to draw from
+            if not is_range:
                 valid(Settings, {name: value}, faults, places)
-    some = {name: of for name, of in values.items() if any(map(is_given, of))}
-    faults += (in_file(error, places) for error in Settings.contradictions(some))
+    typed = {name: listed for name, listed in values.items() if any(map(is_given, listed))}
+    faults += (in_file(error, places) for error in Settings.contradictions(typed))
     errors += dict.fromkeys(faults)
-    return study, {name: of for name, of in values.items() if name in SETTINGS}
+    return study, {name: listed for name, listed in values.items() if name in SETTINGS}
 
 
 def listed_values(name: str, value: Any) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value.
 
     A list of the parts of a text with commas is one value: [1, 15] are weights of two classes.
+
+    >>> listed_values("lr", "0.1,0.2"), listed_values("class_weights", [1, 15])
+    (['0.1', '0.2'], ['1,15'])
     """
     value = as_text(value, SETTINGS.get(name))
     if isinstance(value, list | tuple):
-        return [part for item in value for part in listed_values(name, item)]
+        values = list[Any]()
+        for item in value:
+            values += listed_values(name, item)
+        return values
     # What is no text, such as records in memory, has no parts.
     parts = value if name in WITH_COMMAS else split(value)
     return parts if isinstance(parts, list) else [parts]
@@ -94,26 +106,35 @@ def listed_values(name: str, value: Any) -> list[Any]:
 def resolved(
     cases: Iterable[Mapping[str, Any]], *, same_data: bool = False
 ) -> tuple[list[Resolved], tuple[str, ...]]:
-    """Resolve combinations of values; return their plans, and notes that concern all of them.
+    """Resolve combinations of values.
 
-    With ``same_data``, the dataset is read once. Raises InputError with every fault of any.
+    Args:
+        cases: settings by name, one mapping for each combination.
+        same_data: whether all combinations are of one dataset, which is then read once.
+
+    Returns:
+        The plan of each combination, and notes that concern all of them.
+
+    Raises:
+        InputError: lists every fault of any combination.
     """
-    found, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
+    results, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
     data: Dataset | None = None
     for case in cases:
         try:
-            one = resolve(case, data=data)
+            result = resolve(case, data=data)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
-        if not one.plan.facts.test_size:
+        if not result.plan.facts.test_size:
             errors["{test_fraction=}0 leaves no test records to compare or choose by."] = None
-        found.append(one)
-        data = one.data if same_data else None
-        said = (*one.chosen, *one.notes)
-        notes |= dict.fromkeys(note for note in said if "no effect" not in note)
+        results.append(result)
+        data = result.data if same_data else None
+        for note in (*result.chosen, *result.notes):
+            if "no effect" not in note:
+                notes[note] = None
     raise_errors(errors)
-    return found, tuple(notes)
+    return results, tuple(notes)
 
 
 #: Settings that do not distinguish runs, by the names of their flags.
@@ -138,7 +159,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32)]
 
 
 class StudyFlags(Flags, frozen=True):
-    """Flags of a study instead of those of a single run."""
+    """Flags of a study in place of ``--optimizer`` and ``--seed`` of a single run."""
 
     optimizers: Several[Annotated[str, OneOf(("paper", "all", *OPTIMIZERS))]] = ("paper",)
     """Optimizers to compare, paper for those of the paper, or all. [default: paper]"""
@@ -158,13 +179,13 @@ class Run:
         plan: all its settings, with its folder and its seed.
         labels: settings that distinguish its row, by the names of their flags.
         column: its value of the study's column setting.
-        given: settings that were typed, by name, from which the others follow.
+        typed: settings that were typed, by name, from which the others follow.
     """
 
     plan: Plan
     labels: Labels
     column: float
-    given: Mapping[str, Any] = field(default_factory=dict)
+    typed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -180,7 +201,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return what tells it from other runs: its row, its noise and its seed."""
+        """Return its row, its noise and its seed, which distinguish it from other runs."""
         sigma = self.plan.event.noise_multiplier
         return f"{row_name(self.labels)}  sigma {sigma:.4g}  seed {self.seed}"
 
@@ -217,7 +238,7 @@ class Grid:
         return self.runs[0].plan
 
     def planned(self) -> Iterator[tuple[str, ...]]:
-        """Yield titles, and a row for each cell: its privacy cost and its runs."""
+        """Yield the titles of a table, and a row for each cell: its privacy cost and its runs."""
         target = "sigma" if self.column == "sigma" else "target"
         yield "run", target, "epsilon", "steps", "seeds"
         seeds = str(len(self.seeds))
@@ -229,8 +250,16 @@ class Grid:
 
 
 def row_name(labels: Labels) -> str:
-    """Return the name of a row, such as "dp-macadam kappa paper"."""
-    return " ".join(v if name == "optimizer" else f"{name} {v}" for name, v in labels if v)
+    """Return the name of a row.
+
+    >>> row_name((("optimizer", "dp-macadam"), ("kappa", "paper"), ("lr", "")))
+    'dp-macadam kappa paper'
+    """
+    parts = list[str]()
+    for name, value in labels:
+        if value:
+            parts.append(value if name == "optimizer" else f"{name} {value}")
+    return " ".join(parts)
 
 
 def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
@@ -245,69 +274,93 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    own, given = read_values(StudyFlags, flags, None if file is None else Path(file), errors)
+    study, values = read_values(StudyFlags, flags, None if file is None else Path(file), errors)
     for name in NOT_STUDIED[1:]:
-        if name in given:
+        if name in values:
             errors.append(f"{{{name}}} is of a single run, not of a study: leave it out.")
-    errors += _faults_of_several(given)
-    known = {"paper": PAPERS, "all": tuple(OPTIMIZERS)}
-    named = given.pop("optimizer", None) if "optimizers" not in own.explicit else None
-    given.pop("optimizer", None)
+    errors += _faults_of_several(values)
+    one_optimizer = values.pop("optimizer", None)
     raise_errors(errors)
-    names = [one for name in named or own.optimizers for one in known.get(name, (name,))]
-    few = len(own.seeds) == 1
-    seeds = tuple(range(own.seeds[0])) if few else tuple(dict.fromkeys(own.seeds))
-    return _build({**given, "optimizer": list(dict.fromkeys(names))}, seeds, Path(root))
+    # A file of a single run names its optimizer by the flag of that.
+    names = study.optimizers if "optimizers" in study.explicit else one_optimizer
+    several = {"paper": PAPERS, "all": tuple(OPTIMIZERS)}
+    optimizers = dict[str, None]()
+    for name in names or study.optimizers:
+        optimizers |= dict.fromkeys(several.get(name, (name,)))
+    if len(study.seeds) == 1:
+        seeds = tuple(range(study.seeds[0]))
+    else:
+        seeds = tuple(dict.fromkeys(study.seeds))
+    return _build({**values, "optimizer": list(optimizers)}, seeds, Path(root))
 
 
-def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
+def _faults_of_several(values: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the faults of settings with several values that a study needs one of."""
     for name in ONE_VALUE:
-        if len(given.get(name, ())) > 1:
-            both = ",".join(map(str, given[name]))
+        if len(values.get(name, ())) > 1:
+            listed = ",".join(map(str, values[name]))
             yield (
-                f"{{{name}=}}{both}: a study has one value of it, so that its runs have "
+                f"{{{name}=}}{listed}: a study has one value of it, so that its runs have "
                 "the same records and their epsilons add up. Compare again with another {out}."
             )
 
 
-def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
-    count = math.prod(map(len, given.values())) * len(seeds)
+def _build(values: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+    """Return the grid of all combinations of values, with every seed.
+
+    Args:
+        values: values of each setting, by its name.
+        seeds: seeds of each cell.
+        root: folder of all runs.
+
+    Raises:
+        InputError: there are none or too many combinations, or one is not possible.
+    """
+    count = math.prod(map(len, values.values())) * len(seeds)
     if not 0 < count <= MOST:  # check before resolving runs, which takes time
         raise InputError(
             f"{count:,} combinations of values and seeds; a study has at least 1, and at most "
             f"{MOST:,}."
         )
-    column = _column(given)
-    axes: list[str] = ["optimizer"]
-    axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
-    cases = [*_combinations(given, axes)]
-    found, notes = resolved((flags for _, flags in cases), same_data=True)
-    cells: dict[tuple[Labels, float], tuple[Plan, Mapping[str, Any]]] = {}
-    for (labels, flags), one in zip(cases, found, strict=True):
-        plan = one.plan
-        target, sigma = plan.settings.epsilon or math.inf, plan.event.noise_multiplier
-        place = labels, target if column == "epsilon" else sigma
-        typed = {name: value for name, value in flags.items() if is_given(value)}
-        cells.setdefault(place, (plan, typed | {"dataset": plan.facts.typed}))
-    changed = last_change(found[0].plan)
-    runs = tuple(
-        Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value, flags)
-        for (labels, value), (plan, flags) in cells.items()
-        for seed in seeds
-    )
-    return Grid(runs, column, notes, found[0].private_notes)
+    column = _column(values)
+    axes = ["optimizer"]
+    for name, listed in values.items():
+        if len(listed) > 1 and name not in ("optimizer", column):
+            axes.append(name)
+    cases = list(_combinations(values, axes))
+    results, notes = resolved((flags for _, flags in cases), same_data=True)
+    changed = last_change(results[0].plan)
+    runs = dict[tuple[Labels, float], list[Run]]()
+    for (labels, flags), result in zip(cases, results, strict=True):
+        plan = result.plan
+        value = plan.event.noise_multiplier
+        if column == "epsilon":
+            value = plan.settings.epsilon or math.inf
+        if (labels, value) in runs:  # it differs by a setting without effect
+            continue
+        typed = {name: setting for name, setting in flags.items() if is_given(setting)}
+        typed["dataset"] = plan.facts.typed
+        runs[labels, value] = [
+            Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value, typed)
+            for seed in seeds
+        ]
+    in_order = tuple(itertools.chain.from_iterable(runs.values()))
+    return Grid(in_order, column, notes, results[0].private_notes)
 
 
 def _combinations(
-    given: Mapping[str, list[str]], axes: Sequence[str]
+    values: Mapping[str, list[str]], axes: Sequence[str]
 ) -> Iterator[tuple[Labels, dict[str, Any]]]:
     """Yield the labels and the settings of each combination of values.
 
     A setting of another optimizer does not change a run: it is left out, and its label is empty.
+
+    Args:
+        values: values of each setting, by its name.
+        axes: settings whose values distinguish rows.
     """
-    for values in itertools.product(*given.values()):
-        flags: dict[str, Any] = dict(zip(given, values, strict=True))
+    for combination in itertools.product(*values.values()):
+        flags: dict[str, Any] = dict(zip(values, combination, strict=True))
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
@@ -322,17 +375,27 @@ def _placed(plan: Plan, seed: int, folder: Path) -> Plan:
     return replace(plan, settings=plan.settings.replace(seed=seed, out=folder, force=True))
 
 
-def _column(given: Mapping[str, list[str]]) -> str:
+def _column(values: Mapping[str, list[str]]) -> str:
     """Return the setting whose values are columns: the noise, or a budget that it is chosen for."""
-    noise = not given.keys().isdisjoint(("sigma", "no_dp")) or given.get("recipe") == [PAPER]
-    return "epsilon" if "epsilon" in given or not noise else "sigma"
+    if "epsilon" in values:
+        return "epsilon"
+    noise_is_given = "sigma" in values or "no_dp" in values or values.get("recipe") == [PAPER]
+    return "sigma" if noise_is_given else "epsilon"
 
 
 def address(plan: Plan, seed: int, changed: int = 0) -> str:
-    """Return the name of a run's folder, which depends on settings and seed. Raises OSError.
+    """Return the name of a run's folder.
 
-    So it does on ``changed``: see :func:`last_change`. It depends on no record, because names of
-    folders may be published.
+    It depends on settings, seed and ``changed`` alone, and on no record, because names of folders
+    may be published.
+
+    Args:
+        plan: plan of the run.
+        seed: seed of the run.
+        changed: when the data changed last, see :func:`last_change`.
+
+    Raises:
+        OSError: the file of pretrained weights cannot be read.
     """
     settings = by_flag({name: value for name, value in plan.recorded.items() if name not in ASIDE})
     if plan.pretrained is not None:
@@ -350,9 +413,15 @@ def last_change(plan: Plan) -> int:
     Runs on records, units or splits that were corrected since are none of a study's, because their
     epsilons may protect other units and do not add up.
     """
-    if not plan.facts.own:
+    if not plan.facts.user_supplied:
         return 0
+    roots = [Path(plan.facts.typed)]
     schema = plan.recorded.get("schema")
-    roots = [Path(plan.facts.typed), *([] if schema is None else [Path(schema)])]
-    files = (path for root in roots for path in (root, *root.rglob("*")))
-    return max((path.stat().st_mtime_ns for path in files if path.exists()), default=0)
+    if schema is not None:
+        roots.append(Path(schema))
+    latest = 0
+    for root in roots:
+        for path in (root, *root.rglob("*")):
+            if path.exists():
+                latest = max(latest, path.stat().st_mtime_ns)
+    return latest

@@ -1,8 +1,11 @@
 """Run a study: every run is a command ``dpmac train``, in a process of its own.
 
 A run that has finished is not started again, and one that has a checkpoint is resumed. So a study
-that was killed continues, whoever trained its runs. The other executor is
-:mod:`~dpmac_cli.studies.ray_cluster`. Imports no torch, unless the machine may have a GPU.
+that was killed continues, whoever trained its runs. The state of a study is in the folders of its
+runs and nowhere else: each is locked while it is trained, and sealed by checksums at the end.
+
+The other executor is :mod:`~dpmac_cli.studies.ray_cluster`. Imports no torch, unless the machine
+may have a GPU.
 """
 
 import contextlib
@@ -42,7 +45,7 @@ ERROR, STOPPED = "error: ", "stopped: "
 
 
 class Job(Protocol):
-    """A run in training, elsewhere."""
+    """A run in training, in another process or on another machine."""
 
     def ended(self) -> bool:
         """Return whether it has ended."""
@@ -55,7 +58,11 @@ class Job(Protocol):
 
 
 class Executor(Protocol):
-    """Trains runs in other processes or on other machines, at most ``slots`` at a time."""
+    """Trains runs in other processes or on other machines.
+
+    Attributes:
+        slots: largest number of runs at a time.
+    """
 
     slots: int
 
@@ -64,7 +71,7 @@ class Executor(Protocol):
 
 
 class Look(NamedTuple):
-    """A look at a study in progress.
+    """State of a study in progress.
 
     Attributes:
         running: indices of the runs in training, also of those that another process trains.
@@ -91,60 +98,78 @@ def carry_out(
     """
     study = _Study(executor, runs, deque(numbers))
     try:
-        while study.jobs or study.waiting or study.elsewhere:
-            if stop() and not study.asked:
+        while study.jobs or study.waiting:
+            if stop() and not study.stopping:
                 study.stop()
             ended = (*study.collect(), *study.start())
-            yield Look((*study.jobs, *study.elsewhere), ended)
+            yield Look(tuple(study.jobs), ended)
             time.sleep(PATIENCE)
     finally:
         study.stop()
 
 
+class Awaited:
+    """Job of a run that another process trains, such as one of a study that was killed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._stopped = run, False
+
+    def ended(self) -> bool:
+        """Return whether the other process has ended, or is no longer waited for."""
+        return self._stopped or not folder.in_use(self._run.folder)
+
+    def stop(self) -> None:
+        """Wait no longer. The other process goes on."""
+        self._stopped = True
+
+    def failure(self) -> None:
+        """Return None: nothing is known of the other process."""
+
+
 class _Study:
-    """Runs of a study that have not ended: those to start, in training, and trained elsewhere."""
+    """Runs of a study that have not ended, by their indices: those to start, and those in training.
+
+    Runs that another process trains are among those in training.
+    """
 
     def __init__(self, executor: Executor, runs: Sequence[Run], waiting: deque[int]) -> None:
         self.executor, self.runs, self.waiting = executor, runs, waiting
         self.jobs = dict[int, Job]()
-        self.elsewhere = list[int]()
-        self.asked = False
+        self.stopping = False
         self._prepared = set[str]()
 
     def stop(self) -> None:
         """Start no more runs, and ask those in training to stop, once."""
-        self.asked = True
+        self.stopping = True
         self.waiting.clear()
-        self.elsewhere.clear()
         for job in self.jobs.values():
             job.stop()
 
     def collect(self) -> Iterator[tuple[int, str | None]]:
         """Yield the runs that have ended, and why they failed."""
-        for number in [number for number, job in self.jobs.items() if job.ended()]:
-            job, run = self.jobs.pop(number), self.runs[number]
+        for number, job in list(self.jobs.items()):
+            if not job.ended():
+                continue
+            run = self.runs[number]
+            del self.jobs[number]
             self._prepared.add(prepares(run.plan))
-            why = job.failure()
-            if self.asked or why is None or finished_report(run):
+            failure = job.failure()
+            if self.stopping or finished_report(run):
                 yield number, None
-            elif folder.in_use(run.folder):  # another process was faster
-                self.elsewhere.append(number)
-            else:
-                yield number, why
-        for number in [n for n in self.elsewhere if not folder.in_use(self.runs[n].folder)]:
-            self.elsewhere.remove(number)
-            if finished_report(self.runs[number]):
-                yield number, None
-            else:
+            elif isinstance(job, Awaited):
                 self.waiting.appendleft(number)
+            elif failure and folder.in_use(run.folder):  # another process was faster
+                self.jobs[number] = Awaited(run)
+            else:
+                yield number, failure
 
     def start(self) -> Iterator[tuple[int, str | None]]:
         """Start runs while there is room for them; yield those that cannot be started, and why."""
-        while self.waiting and len(self.jobs) + len(self.elsewhere) < self.executor.slots:
+        while self.waiting and len(self.jobs) < self.executor.slots:
             number = self.waiting[0]
             run = self.runs[number]
             if folder.in_use(run.folder):
-                self.elsewhere.append(self.waiting.popleft())
+                self.jobs[self.waiting.popleft()] = Awaited(run)
                 continue
             if not self._is_prepared(run.plan):
                 return
@@ -157,14 +182,14 @@ class _Study:
     def _is_prepared(self, plan: Plan) -> bool:
         """Return whether no run in training is about to prepare the same records first."""
         needed = prepares(plan)
-        alike = [
-            run for run in map(self.runs.__getitem__, self.jobs) if prepares(run.plan) == needed
-        ]
-        ready = not needed or not alike or needed in self._prepared
-        if not ready and any(folder.is_configured(run.folder) for run in alike):
+        if not needed or needed in self._prepared:
+            return True
+        in_training = [self.runs[number] for number in self.jobs]
+        alike = [run for run in in_training if prepares(run.plan) == needed]
+        if any(folder.is_configured(run.folder) for run in alike):
             self._prepared.add(needed)
-            ready = True
-        return ready
+            return True
+        return not alike
 
 
 def prepares(plan: Plan) -> str:
@@ -172,40 +197,51 @@ def prepares(plan: Plan) -> str:
 
     It downloads a dataset, decodes images, or computes features, and keeps them.
     """
-    settings, facts = plan.settings, plan.facts
+    facts = plan.facts
     if plan.features is not None:
         return repr(plan.features)
-    if facts.own:
+    if facts.user_supplied:
         return "images" if facts.records.kind == "images" else ""
-    files = DATASETS[facts.typed].files
-    place = data_folder(settings.data_dir)
-    return "" if all((place / file).exists() for file in files) else "files"
+    place = data_folder(plan.settings.data_dir)
+    downloaded = all((place / file).exists() for file in DATASETS[facts.typed].files)
+    return "" if downloaded else "files"
 
 
 def arguments(run: Run, device: str) -> list[str]:
-    """Return the command that trains a run, or resumes it from its checkpoint, without its name."""
-    given = dict(run.given) | {"device": device}
-    first = ["--out", str(run.folder)]
-    if (run.folder / folder.CHECKPOINTS / folder.STATE).is_file():
-        first = ["--resume", str(run.folder)]
-        given = {name: given[name] for name in ("device", *AGAIN) if name in given}
-    flags = [
-        f"--{flag_name(name)}" if value is True else f"--{flag_name(name)}={value}"
-        for name, value in given.items()
-    ]
-    return ["train", *first, *flags, f"--seed={run.seed}", "--quiet"]
+    """Return the arguments of ``dpmac`` that train a run, or resume it from its checkpoint.
+
+    Args:
+        run: a run of a study.
+        device: the value of ``--device``.
+    """
+    settings = {**run.typed, "device": device}
+    place = ["--out", str(run.folder)]
+    if has_checkpoint(run):
+        place = ["--resume", str(run.folder)]
+        settings = {name: settings[name] for name in ("device", *AGAIN) if name in settings}
+    flags = list[str]()
+    for name, value in settings.items():
+        flag = f"--{flag_name(name)}"
+        flags.append(flag if value is True else f"{flag}={value}")
+    return ["train", *place, *flags, f"--seed={run.seed}", "--quiet"]
+
+
+def has_checkpoint(run: Run) -> bool:
+    """Return whether there is a checkpoint to resume a run from."""
+    return (run.folder / folder.CHECKPOINTS / folder.STATE).is_file()
 
 
 def clear_the_way(run: Run) -> None:
     """Remove what a command has left that was killed before the first step of a run.
 
-    Raises InputError if a step may have begun, but there is no checkpoint to resume the run from,
-    or another process uses the folder.
+    Raises:
+        InputError: a step may have begun, but there is no checkpoint to resume the run from; or
+            another process uses the folder.
     """
     where = run.folder
-    if (where / folder.CHECKPOINTS / folder.STATE).is_file():
+    if has_checkpoint(run) or not where.is_dir():
         return
-    if not where.is_dir() or all(map(folder.is_leftover, where.iterdir())):
+    if all(map(folder.is_leftover, where.iterdir())):
         return
     begun = run.plan.private and begun_events(where, run.plan.planned)
     if begun or (where / folder.REPORT).exists():
@@ -228,7 +264,8 @@ WITH_MODULE = (
 def started_by(run: Run) -> list[str]:
     """Return the arguments of Python that run dpmac, which knows the optimizer of a run.
 
-    That of a program is registered by the import of its module, unless it is the script itself.
+    An optimizer of a program is registered by the import of its module, unless that is the script
+    itself.
     """
     name = type(run.plan.optimizer).__module__
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -270,57 +307,72 @@ class Command:
         """Return why the run did not finish; None if it did."""
         code = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace")
+        errors = self._errors.read().decode(errors="replace")
         self._errors.close()
-        return None if code == 0 else reason(code, said)
+        return None if code == 0 else reason(code, errors)
 
 
-def reason(code: int, said: str) -> str:
-    """Return why a command failed.
+def reason(code: int, errors: str) -> str:
+    """Return why a command failed: its messages, or the last line if it has none.
 
     Args:
         code: exit code; negative for the number of a signal.
-        said: text on its standard error.
+        errors: text on its standard error.
+
+    >>> reason(2, "a warning\\nerror: no such file\\n")
+    'no such file'
     """
     if code < 0:
         return f"its process died (signal {-code}). If memory ran out, use fewer --jobs."
     if code == INTERRUPTED:
         return "its process was asked to stop. Run the same command to resume it."
-    lines = said.splitlines()
-    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
-    told = lines[errors[0] :] if errors else lines[-1:]
-    return "\n".join(line.removeprefix(ERROR).removeprefix(STOPPED) for line in told) or (
-        f"its process ended with exit code {code}."
-    )
+    message = list[str]()
+    lines = errors.splitlines()
+    for line in lines:
+        if message or line.startswith(ERROR):
+            message.append(line)
+    message = message or lines[-1:]
+    if not message:
+        return f"its process ended with exit code {code}."
+    return "\n".join(line.removeprefix(ERROR).removeprefix(STOPPED) for line in message)
 
 
 class Commands:
     """Executor that trains runs by commands on this machine.
 
-    The default of ``jobs`` is one per GPU, or one per core, because a small step uses only one
-    core.
+    Attributes:
+        slots: number of runs at a time, by default one per GPU, or one per core, because a small
+            step uses only one core.
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
-        self._named = runs[0].plan.settings.device
-        gpus, cores = count_gpus(self._named), _usable_threads()
+        """Count GPUs and cores.
+
+        Args:
+            runs: the runs of the study, all for the same device.
+            jobs: number of runs at a time; None for the default.
+
+        Raises:
+            InputError: the device is a GPU, and there is none.
+        """
+        self._device = runs[0].plan.settings.device
+        gpus, cores = count_gpus(self._device), _usable_threads()
         self.slots = min(jobs or gpus or cores, len(runs))
         self._threads = max(1, cores // self.slots)
-        self._gpus = gpus if ":" not in self._named else 0
-        self._started = list[tuple[int, Job]]()
+        # A run on one GPU that was named takes no other.
+        self._devices = [] if ":" in self._device else [f"cuda:{gpu}" for gpu in range(gpus)]
+        self._started = list[tuple[str, Job]]()
 
     def start(self, run: Run) -> Job:
         """Begin to train a run in a process, on the GPU with the fewest runs if there are several.
 
         Raises InputError.
         """
-        self._started = [(gpu, job) for gpu, job in self._started if not job.ended()]
-        device, busy = self._named, [gpu for gpu, _ in self._started]
-        gpu = min(range(self._gpus), key=busy.count) if self._gpus else -1
-        if gpu >= 0:
-            device = f"cuda:{gpu}"
+        self._started = [(device, job) for device, job in self._started if not job.ended()]
+        busy = [device for device, _ in self._started]
+        device = min(self._devices, key=busy.count, default=self._device)
         job = Command(run, device, self._threads)
-        self._started.append((gpu, job))
+        self._started.append((device, job))
         return job
 
 
@@ -329,8 +381,8 @@ def count_gpus(device: str) -> int:
 
     Where there can be none, torch is not loaded, which takes seconds.
     """
-    there = any(Path(driver).exists() for driver in DRIVERS)
-    if device == "cpu" or (device == "auto" and not there):
+    has_driver = any(Path(driver).exists() for driver in DRIVERS)
+    if device == "cpu" or (device == "auto" and not has_driver):
         return 0
     count: int = torch.cuda.device_count()
     if count == 0 and device != "auto":
@@ -342,6 +394,9 @@ def count_gpus(device: str) -> int:
 
 def _usable_threads() -> int:
     """Return the number of threads that all runs together may use."""
-    if (chosen := os.environ.get(THREADS, "")).isdecimal():
-        return max(1, int(chosen))
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get(THREADS, "")
+    if limit.isdecimal():
+        return max(1, int(limit))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -17,7 +17,7 @@ from dpmac_cli.studies.local import PATIENCE, Command, Job
 from dpmac_cli.studies.results import finished_report
 
 #: Options of a cluster that dpmac starts: no dashboard, and little memory, as objects are small.
-OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
+NEW_CLUSTER = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 #: Environment variables to pass to tasks.
 PLACES = ("DPMAC_DATA_DIR", "DPMAC_CACHE_DIR")
 #: Signals that ask a task to stop.
@@ -31,17 +31,22 @@ RETRIES = 3
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a Ray cluster: the given one, RAY_ADDRESS, or a new one on this machine.
+    """Connect to a Ray cluster. Ray's usage statistics are off.
 
-    Ray's usage statistics are off. Raises InputError if the cluster does not answer.
+    Args:
+        address: address of the cluster; None for RAY_ADDRESS, or without it a new cluster on this
+            machine.
+
+    Raises:
+        InputError: the cluster does not answer.
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     handlers = {number: signal.getsignal(number) for number in REQUESTS}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         _reach(where)
-        own = OWN if where == "local" else {}
-        ray.init(where, log_to_driver=False, logging_level="CRITICAL", **own)
+        options = NEW_CLUSTER if where == "local" else {}
+        ray.init(where, log_to_driver=False, logging_level="CRITICAL", **options)
     except (OSError, ValueError, RuntimeError) as failure:
         raise InputError(
             f"No Ray cluster can be used at {where} ({str(failure).splitlines()[0]}). Start one "
@@ -73,14 +78,16 @@ class Tasks:
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
-        there = ray.cluster_resources()
+        resources = ray.cluster_resources()
         # Other machines choose among their own GPUs.
         self._device = runs[0].plan.settings.device.partition(":")[0]
-        gpu = self._device == "cuda" or (self._device == "auto" and there.get("GPU", 0) >= 1)
+        gpu = self._device == "cuda"
+        if self._device == "auto":
+            gpu = resources.get("GPU", 0) >= 1
         kind = "GPU" if gpu else "CPU"
-        if there.get(kind, 0) < 1:
+        if resources.get(kind, 0) < 1:
             raise InputError(f"The Ray cluster has no {kind}. Add a machine, or use --device.")
-        self.slots = jobs or int(there[kind])
+        self.slots = jobs or int(resources[kind])
         self._task = ray.remote(_train).options(max_retries=RETRIES, num_cpus=1, num_gpus=int(gpu))
 
     def start(self, run: Run) -> Job:
@@ -106,12 +113,12 @@ class _TaskJob:
     def failure(self) -> str | None:
         """Return why the run did not finish; None if it did."""
         try:
-            why: str | None = ray.get(self._task)
+            reason: str | None = ray.get(self._task)
         except RayError as failure:
             lost = str(failure).strip().rpartition("\n")[2]
             return f"its process died ({lost}). If memory ran out, use fewer --jobs."
-        if why is not None or _appears(self._run):
-            return why
+        if reason is not None or _appears(self._run):
+            return reason
         return (
             f"its folder {self._run.folder} is not visible here. Set --out to a folder on shared "
             "storage."
@@ -131,10 +138,20 @@ def _appears(run: Run) -> bool:
 
 
 def _train(run: Run, device: str, where: str, places: Mapping[str, str]) -> str | None:
-    """Train one run in the command's folder; return why it failed: the main function of a task."""
-    asked = threading.Event()
+    """Train one run, as the main function of a task.
+
+    Args:
+        run: the run.
+        device: the value of ``--device``.
+        where: current folder of the command that compares.
+        places: environment variables for the task.
+
+    Returns:
+        Why the run failed; None if it did not.
+    """
+    stop_asked = threading.Event()
     for number in REQUESTS:
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: stop_asked.set())
     try:
         os.chdir(where)
     except OSError as failure:
@@ -145,7 +162,7 @@ def _train(run: Run, device: str, where: str, places: Mapping[str, str]) -> str 
     except DpmacError as failure:
         return as_flags("\n".join(failure.errors))
     while not command.ended():
-        if asked.wait(PATIENCE):
+        if stop_asked.wait(PATIENCE):
             command.stop()
             break
     return command.failure()

@@ -1,12 +1,15 @@
-"""Results of a study: mean and spread over seeds, by setting and noise level."""
+"""Results of a study: means over seeds by setting and noise, and which differences are significant.
+
+A comparison reads the reports of its runs. It does not know who trained them, or when.
+"""
 
 import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
@@ -18,9 +21,6 @@ from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric
 
-if TYPE_CHECKING:
-    pass
-
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
 #: Probability of a false positive in a whole column, and of an interval that misses a difference.
@@ -29,12 +29,14 @@ LEVEL = 0.05
 FEWEST = 5
 
 
-#: Place of a cell in the table: labels of its row, and value of its column.
-Place: TypeAlias = tuple[Labels, float]
-
-
 class Difference(NamedTuple):
-    """Mean of paired differences, the ends of its 95% interval, and the p-value of a mean of 0."""
+    """Mean difference of two cells over the same seeds.
+
+    Attributes:
+        mean: mean of the paired differences.
+        low, high: ends of its 95% interval.
+        p_value: p-value of a mean of 0, by a two-sided t-test.
+    """
 
     mean: float
     low: float
@@ -48,22 +50,25 @@ class Cell:
 
     Attributes:
         labels, column: labels of the row, and value of the column.
+        sigma: noise multiplier; 0 without privacy.
         epsilon: epsilon of one run; ``inf`` without privacy.
-        values: test metric (nan if undefined) of finished runs, by seed.
+        outcomes: test metric (nan if undefined) of each run that finished, and why each of the
+            others did not, by seed.
         seconds: mean training time of the finished runs; nan if there are none.
-        failures: reasons why other runs did not finish, by seed.
         standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
             "" if so, or not tested.
+        difference: difference from the best mean of the column; None for the best itself, and if
+            not tested.
     """
 
     labels: Labels
     column: float
     sigma: float
     epsilon: float
-    values: Mapping[int, float]
+    outcomes: Mapping[int, float | str]
     seconds: float
-    failures: Mapping[int, str]
     standing: str = ""
+    difference: Difference | None = None
 
     @property
     def name(self) -> str:
@@ -71,15 +76,27 @@ class Cell:
         return row_name(self.labels)
 
     @property
+    def values(self) -> dict[int, float]:
+        """Return the metric of each run that finished, by seed."""
+        return {seed: end for seed, end in self.outcomes.items() if not isinstance(end, str)}
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """Return why each of the other runs did not finish, by seed."""
+        return {seed: end for seed, end in self.outcomes.items() if isinstance(end, str)}
+
+    @property
     def mean(self) -> float:
         """Return the mean metric; nan if no run finished, or it is not defined."""
-        return fmean(self.values.values()) if self.values else math.nan
+        values = self.values.values()
+        return fmean(values) if values else math.nan
 
     @property
     def std(self) -> float | None:
         """Return the sample standard deviation of the metric; None for fewer than two values."""
-        defined = len(self.values) > 1 and math.isfinite(self.mean)
-        return stdev(self.values.values()) if defined else None
+        values = self.values.values()
+        defined = len(values) > 1 and math.isfinite(self.mean)
+        return stdev(values) if defined else None
 
     @property
     def tested(self) -> bool:
@@ -92,71 +109,83 @@ class Comparison:
     """Results of a study, row by row. :mod:`~dpmac_cli.studies.written` renders them.
 
     Attributes:
+        grid: the study.
+        cells: one cell for each row and column of the table.
         epsilon: epsilon of all runs of the grid, and what they replaced; 0 if none is private.
-        differences: difference of a cell's metric from the best mean of its column, by the cell's
-            labels and column; without the best itself and those that are not tested.
     """
 
     grid: Grid
     cells: tuple[Cell, ...]
     epsilon: float
-    differences: Mapping[Place, Difference] = field(default_factory=dict)
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
-    """Read the results of a grid's runs; ``failures`` maps numbers of runs to reasons."""
+    """Read the results of the runs of a study.
+
+    Args:
+        grid: the study.
+        failures: why runs failed, by their indices in the grid.
+
+    Raises:
+        InputError: an older version of dpmac wrote a report, or one cannot be read.
+    """
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
     metric = METRICS[grid.plan.settings.metric]
-    judgements = {
-        column: judge([cell for cell in cells if cell.column == column], metric)
-        for column in {cell.column for cell in cells}
-    }
-    judged = (
-        replace(cell, standing=judgements[cell.column][0].get(cell.labels, "")) for cell in cells
-    )
-    differences = {
-        (labels, column): difference
-        for column, (_, apart) in judgements.items()
-        for labels, difference in apart.items()
-    }
+    judged = dict[tuple[Labels, float], Cell]()
+    for column in {cell.column for cell in cells}:
+        rivals = [cell for cell in cells if cell.column == column]
+        for cell in judge(rivals, metric):
+            judged[cell.labels, column] = cell
+    in_order = tuple(judged[cell.labels, cell.column] for cell in cells)
     events = tuple(_events(grid.runs))
-    epsilon = total_epsilon(events, grid.plan.settings.delta)
-    return Comparison(grid, tuple(judged), epsilon, differences)
+    return Comparison(grid, in_order, total_epsilon(events, grid.plan.settings.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
-    values, seconds, failed = {}, [], {}
+    """Return the cell of some runs.
+
+    Its epsilon is that of its most expensive run: one that was killed and resumed may have taken
+    more steps than planned.
+
+    Args:
+        runs: runs that differ only by their seed, each with its index in the grid.
+        failures: why runs failed, by their indices in the grid.
+    """
+    outcomes, seconds = dict[int, float | str](), list[float]()
     first = runs[0][1]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
     epsilon = total_epsilon((event,), delta) if plan.private else math.inf
     key = METRICS[plan.settings.metric].key
-    for place, run in runs:
+    for number, run in runs:
         report = finished_report(run)
         if report is None:
-            failed[run.seed] = failures.get(place, "not finished")
+            outcomes[run.seed] = failures.get(number, "not finished")
             continue
-        if plan.private and (did := events_of(run.folder)) != (event,):
-            epsilon = max(epsilon, total_epsilon(did, delta))
+        if plan.private:
+            events = events_of(run.folder)
+            if events != (event,):
+                epsilon = max(epsilon, total_epsilon(events, delta))
         seconds.append(float(report["environment"]["seconds"]))
-        value = score_in(report, key)
-        values[run.seed] = math.nan if value is None else float(value)
+        score = score_in(report, key)
+        outcomes[run.seed] = math.nan if score is None else float(score)
     return Cell(
         labels=first.labels,
         column=first.column,
         sigma=event.noise_multiplier,
         epsilon=epsilon,
-        values=values,
+        outcomes=outcomes,
         seconds=fmean(seconds) if seconds else math.nan,
-        failures=failed,
     )
 
 
 def finished_report(run: Run) -> Mapping[str, Any] | None:
-    """Return a run's report if it is published and the run took all its steps.
+    """Return a run's report if it is published and the run took all its steps; otherwise None.
 
-    A run for an epsilon that was killed ends earlier by the steps that were lost. Raises InputError
-    if an older version wrote the report.
+    A run for an epsilon that was killed ends earlier by the steps that were lost.
+
+    Raises:
+        InputError: an older version of dpmac wrote the report.
     """
     if not folder.is_published(run.folder):
         return None
@@ -169,12 +198,20 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
     if report["state"] != "finished":
         return None
     plan, taken = run.plan, report["network"]["steps"]
-    whole = taken >= plan.event.steps or plan.settings.epsilon is not None
-    return report if whole else None
+    complete = taken >= plan.event.steps or plan.settings.epsilon is not None
+    return report if complete else None
 
 
 def score_in(report: Mapping[str, Any], key: str) -> float | None:
-    """Return a metric of a report; None if it is not defined, or not in it."""
+    """Return a metric of a report.
+
+    Args:
+        report: the content of a report.json.
+        key: key of the metric in ``scores``.
+
+    Returns:
+        Its value; None if it is not defined for these records, or not in the report.
+    """
     value: float | None = (report["scores"] or {}).get(key, {}).get("value")
     return value
 
@@ -182,58 +219,87 @@ def score_in(report: Mapping[str, Any], key: str) -> float | None:
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of private runs, not merged, as each part begins its own epochs."""
     for run in runs:
-        if run.plan.private and finished_report(run) is not None:
+        if not run.plan.private:
+            continue
+        if finished_report(run) is not None:
             yield from events_of(run.folder)
-        elif run.plan.private:
+        else:
             yield from begun_events(run.folder, run.plan.all_planned, whole=True)
 
 
-def judge(
-    cells: Sequence[Cell], metric: EvaluationMetric
-) -> tuple[dict[Labels, str], dict[Labels, Difference]]:
-    """Return standings of the cells of a column, and their differences from the best mean.
+def judge(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
+    """Return the cells of a column with their standings and differences from the best mean.
 
-    Both are by the labels of a cell, without those that are not tested, and the second without the
-    best. None is best if another one with results has too few of them for the test.
+    Each tested cell is compared with the best one by a paired t-test, all together at
+    :data:`LEVEL` by Holm's method. No cell is best if another one with results has too few of them
+    for the test.
+
+    Args:
+        cells: cells of one column, with different labels.
+        metric: the metric of their values.
     """
-    known = [cell for cell in cells if cell.tested]
-    if len(known) < 2:
-        return {}, {}
-    best = max(known, key=lambda cell: metric.better(cell.mean))
-    differences = {
-        cell.labels: difference
-        for cell in known
-        if cell is not best and (difference := paired(cell.values, best.values)) is not None
-    }
-    worse = holm([difference.p_value for difference in differences.values()])
-    lost = {labels for labels, rejected in zip(differences, worse, strict=True) if rejected}
-    standings = {cell.labels: "" if cell.labels in lost else "tied" for cell in known}
-    if len(lost) == sum(bool(cell.values) for cell in cells) - 1:
-        standings[best.labels] = "best"
-    return standings, differences
+    tested = [cell for cell in cells if cell.tested]
+    if len(tested) < 2:
+        return list(cells)
+    best = max(tested, key=lambda cell: metric.better(cell.mean))
+    differences = dict[Labels, Difference]()
+    for cell in tested:
+        difference = None if cell is best else paired(cell.values, best.values)
+        if difference is not None:
+            differences[cell.labels] = difference
+    rejected = holm([difference.p_value for difference in differences.values()])
+    worse = {labels for labels, reject in zip(differences, rejected, strict=True) if reject}
+    rivals = sum(bool(cell.values) for cell in cells) - 1
+    judged = list[Cell]()
+    for cell in cells:
+        standing = "tied" if cell.tested and cell.labels not in worse else ""
+        if cell is best and len(worse) == rivals:
+            standing = "best"
+        judged.append(replace(cell, standing=standing, difference=differences.get(cell.labels)))
+    return judged
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
     """Return the mean difference of two cells over the seeds that both have, by a paired t-test.
 
-    None for fewer than :data:`FEWEST` such seeds. Metrics are ratios of counts, so all differences
-    may be equal by chance: then the test cannot tell them from 0.
+    Metrics are ratios of counts, so all differences may be equal by chance: then the test cannot
+    tell them from 0.
+
+    Args:
+        one, other: values by seed.
+
+    Returns:
+        The difference one - other; None for fewer than :data:`FEWEST` common seeds.
     """
     seeds = sorted(one.keys() & other.keys())
     if len(seeds) < FEWEST:
         return None
     differences = [one[seed] - other[seed] for seed in seeds]
-    mean, spread, free = fmean(differences), stdev(differences), len(seeds) - 1
+    mean, spread, freedom = fmean(differences), stdev(differences), len(seeds) - 1
     if spread < LEAST_SPREAD:
         return Difference(mean, mean, mean, 1.0)
     error = spread / math.sqrt(len(seeds))
-    half = float(special.stdtrit(free, 1 - LEVEL / 2)) * error
-    p_value = 2 * float(special.stdtr(free, -abs(mean) / error))
+    half = float(special.stdtrit(freedom, 1 - LEVEL / 2)) * error
+    p_value = 2 * float(special.stdtr(freedom, -abs(mean) / error))
     return Difference(mean, mean - half, mean + half, p_value)
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
-    """Return which hypotheses Holm's step-down method (1979) rejects."""
-    ordered = list(enumerate(sorted(p_values)))
-    kept = [p for rank, p in ordered if p > level / (len(p_values) - rank)]
-    return [p < min(kept, default=math.inf) for p in p_values]
+    """Return which hypotheses Holm's step-down method (1979) rejects.
+
+    Hypotheses are tested from the smallest p-value on, the k-th of m (from 0) at level / (m - k),
+    until one is not rejected.
+
+    Args:
+        p_values: one p-value per hypothesis.
+        level: largest probability to reject any true hypothesis.
+
+    >>> holm([0.01, 0.04, 0.03, 0.005])
+    [True, False, False, True]
+    """
+    first_not_rejected = math.inf
+    for rank, p_value in enumerate(sorted(p_values)):
+        if p_value > level / (len(p_values) - rank):
+            first_not_rejected = p_value
+            break
+    return [p_value < first_not_rejected for p_value in p_values]

@@ -47,18 +47,18 @@ DECIDED: Mapping[str, str] = {
     "canaries": "an audit tests one run: use dpmac train --canaries",
     "force": "a search is only replaced by hand: delete its folder",
 }
+#: Settings of the groups that a search draws from which it does not draw.
+FIXED = ("dataset", "recipe", "class_weights", "shares", "threshold")
 #: Settings that a search can draw.
 SEARCHED: Fields = {
     name: field
     for name, field in SETTINGS.items()
-    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
-    and name not in ("dataset", "recipe", "class_weights", "shares", "threshold")
-    and not is_switch(field)
+    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE) and name not in FIXED and not is_switch(field)
 }
 
 
 class SearchFlags(Flags, frozen=True):
-    """Settings of a search itself."""
+    """Settings of a search itself, beside those of its trials."""
 
     trials: MeanTrials = MEAN
     """Mean number of trials. The number itself is random and secret. [default: 20; without settings
@@ -67,9 +67,12 @@ class SearchFlags(Flags, frozen=True):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A setting to draw: from a list of ``values``, equally likely, or between two of them.
+    """A setting to draw at random.
 
-    With ``between``, the logarithm of the number is uniform.
+    Attributes:
+        name: name of the setting.
+        values: its values, equally likely; or the ends of a range.
+        between: whether a number is drawn from the range, with a uniform logarithm.
     """
 
     name: str
@@ -79,15 +82,21 @@ class Dimension:
     @property
     def text(self) -> str:
         """Return it as it is typed: "lr=1e-4:0.1"."""
-        return f"{flag_name(self.name)}={(':' if self.between else ',').join(self.values)}"
+        sign = ":" if self.between else ","
+        return f"{flag_name(self.name)}={sign.join(self.values)}"
 
     def draw(self, source: random.Random) -> Any:
-        """Return a random value, independent of all others."""
+        """Return a random value, independent of all others.
+
+        Args:
+            source: generator of random numbers.
+        """
         if not self.between:
             return source.choice(self.values)
         low, high = map(float, self.values)
         number = math.exp(source.uniform(math.log(low), math.log(high)))
-        return f"{min(max(float(f'{number:.{DIGITS}g}'), low), high):.15g}"
+        rounded = float(f"{number:.{DIGITS}g}")
+        return f"{min(max(rounded, low), high):.15g}"  # rounding may pass an end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +104,7 @@ class SearchSpace:
     """A validated search space, and the privacy cost of a search in it.
 
     Attributes:
-        given: settings that all trials share, by name, with the epsilon of one trial.
+        shared: settings that all trials share, by name, with the epsilon of one trial.
         data: your own dataset, read once; None for a registered one.
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
@@ -104,7 +113,7 @@ class SearchSpace:
         notes: what the recipe chose, and probable mistakes.
     """
 
-    given: Mapping[str, Any]
+    shared: Mapping[str, Any]
     data: "Dataset | None" = field(repr=False)
     dimensions: tuple[Dimension, ...]
     search: Search
@@ -119,32 +128,42 @@ class SearchSpace:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon of the whole search, at most the target."""
+        """Return epsilon of the whole search, at most the target."""
         return self.search.epsilon(self.plans[0].settings.delta)
 
     def lines(self) -> Iterator[str]:
-        """Yield what is searched, how many trials there are, and what they cost."""
+        """Yield lines on what is searched, how many trials there are, and what they cost."""
         trials, delta = self.search.trials, self.plans[0].settings.delta
         yield f"search on {self.plans[0].facts.name} over:"
-        yield from (f"  {dimension.text}" for dimension in self.dimensions)
+        for dimension in self.dimensions:
+            yield f"  {dimension.text}"
         yield (
             f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
             f"{trials.most:,}, log w = {trials.log_weight:.4g}; its mean is {trials.mean:g}"
         )
         for event in dict.fromkeys(candidate.event for candidate in self.plans):
             yield f"  {event.steps:,} steps with noise multiplier {event.noise_multiplier:g}"
-        one = format_epsilon(self.search.trial_epsilon(delta))
-        yield f"one trial: epsilon {one}, with its covered score"
+        of_a_trial = format_epsilon(self.search.trial_epsilon(delta))
+        yield f"one trial: epsilon {of_a_trial}, with its covered score"
         yield f"search and model together: {cost_in_words(self.epsilon, delta)}"
 
     def trial(self) -> Plan:
         """Return the plan of a trial, drawn at random with the operating system's bits."""
         source = random.SystemRandom()
-        return self.plan_of({d.name: d.draw(source) for d in self.dimensions})
+        return self.plan_of(
+            {dimension.name: dimension.draw(source) for dimension in self.dimensions}
+        )
 
-    def plan_of(self, setting: Mapping[str, Any]) -> Plan:
-        """Return the plan of a trial. Raises ValueError if its cost was not accounted for."""
-        plan = resolve({**self.given, **setting}, data=self.data).plan
+    def plan_of(self, values: Mapping[str, Any]) -> Plan:
+        """Return the plan of a trial.
+
+        Args:
+            values: values of the settings that are drawn, by name.
+
+        Raises:
+            ValueError: its cost was not accounted for.
+        """
+        plan = resolve({**self.shared, **values}, data=self.data).plan
         if events_of_trial(plan) not in self.search.candidates:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         # The epsilon of a trial is not that of the run that is published.
@@ -153,7 +172,11 @@ class SearchSpace:
 
 
 def secret_place(out: Path) -> Path:
-    """Return the folder beside the cache where a search for a folder keeps its current trial."""
+    """Return the folder beside the cache where a search keeps its current trial.
+
+    Args:
+        out: folder of the search, by whose path the other one is found again.
+    """
     digest = hashlib.sha256(os.fsencode(out.absolute())).hexdigest()[:16]
     return cache_folder().with_name(f"search-{digest}")
 
@@ -166,15 +189,15 @@ def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
 
 
 def plan_search(
-    given: Mapping[str, Any], file: Path | None = None, out: Path | None = None
+    settings: Mapping[str, Any], file: Path | None = None, out: Path | None = None
 ) -> SearchSpace:
     """Validate a search space, and calibrate the noise of its trials.
 
     Args:
-        given: settings by name, with ``trials``. Those with several values ("0.1,1,10", or a
+        settings: settings by name, with ``trials``. Those with several values ("0.1,1,10", or a
             list) or a range of numbers ("1e-4:0.1") are drawn, without any the learning rate near
             its default. ``epsilon`` is that of the whole search.
-        file: YAML file of the same, over which ``given`` takes precedence.
+        file: YAML file of the same, over which ``settings`` take precedence.
         out: folder of the search; None for that of the settings, or runs/tune.
 
     Raises:
@@ -182,16 +205,15 @@ def plan_search(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    flags, values = read_values(SearchFlags, given, file, errors)
-    errors += [
-        f"{{{name}}} cannot be set in a search: {why}."
-        for name, why in DECIDED.items()
-        if name in values
-    ]
+    flags, values = read_values(SearchFlags, settings, file, errors)
+    for name, reason in DECIDED.items():
+        if name in values:
+            errors.append(f"{{{name}}} cannot be set in a search: {reason}.")
     drawn = tuple(_dimensions(values, errors))
-    names = {dimension.name for dimension in drawn}
-    shared = {n: of[0] for n, of in values.items() if n not in names} | {"cover_scores": True}
     raise_errors(errors)
+    names = {dimension.name for dimension in drawn}
+    shared = {name: listed[0] for name, listed in values.items() if name not in names}
+    shared["cover_scores"] = True
     mean = flags.trials
     if not drawn:
         drawn = (near_default(shared),)
@@ -205,7 +227,11 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
     Its default depends on public facts only, so the range may, too. On small data the default is
     hard to beat, and a trial with other settings costs more than it finds (docs/tuning.md).
 
-    Raises InputError if the rate is given, or there is no default.
+    Args:
+        shared: settings that all trials share, by name.
+
+    Raises:
+        InputError: the rate is given, or there is no default.
     """
     if "lr" in shared:
         raise_errors(
@@ -217,60 +243,86 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
 
 
 def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[Dimension]:
-    """Yield settings to draw, and add their faults to ``errors``."""
-    for name, of in values.items():
-        said = f"{{{name}=}}{','.join(map(str, of))}"
-        found = RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
-        found = found if kind_of(SETTINGS[name]) in (int, float) else None
-        if found is None and len(of) == 1:
+    """Yield settings to draw: those with several values, and numbers with a range.
+
+    Args:
+        values: values of each setting, by its name.
+        errors: faults are added to these.
+    """
+    for name, listed in values.items():
+        typed = f"{{{name}=}}{','.join(map(str, listed))}"
+        kind = kind_of(SETTINGS[name])
+        is_number, is_one_value = kind in (int, float), len(listed) == 1
+        is_range = is_number and is_one_value and RANGE.fullmatch(str(listed[0])) is not None
+        if is_one_value and not is_range:
             continue
         if name not in SEARCHED:
-            errors.append(f"{said}: a search cannot draw this setting. Give one value.")
-        elif found is None:
-            if len({*of}) < len(of):
-                errors.append(f"{said} has a value twice.")
-            yield Dimension(name, tuple(map(str, of)))
-        else:
-            low, high = of[0].split(":")
-            if kind_of(SETTINGS[name]) is int:
-                errors.append(f"{said}: it is a whole number. List its values, such as 5,10,20.")
+            errors.append(f"{typed}: a search cannot draw this setting. Give one value.")
+        elif is_range:
+            low, high = listed[0].split(":")
+            if kind is int:
+                errors.append(f"{typed}: it is a whole number. List its values, such as 5,10,20.")
             elif not 0 < float(low) < float(high):
-                errors.append(f"{said}: the ends must be above 0, and the first below the second.")
+                errors.append(f"{typed}: the ends must be above 0, and the first below the second.")
             yield Dimension(name, (low, high), between=True)
+        else:
+            if len(set(listed)) < len(listed):
+                errors.append(f"{typed} has a value twice.")
+            yield Dimension(name, tuple(map(str, listed)))
 
 
 def _calibrated(
     shared: dict[str, Any], drawn: tuple[Dimension, ...], mean: float, out: Path
 ) -> SearchSpace:
-    """Return the space with the noise of its trials. Raises the errors of :func:`plan_search`."""
+    """Return the space with the noise of its trials.
+
+    The whole search meets the target: more noise is added until the selection among a random number
+    of trials, each at most as expensive as the most expensive candidate, costs at most that.
+
+    Args:
+        shared: settings that all trials share, by name.
+        drawn: settings to draw.
+        mean: mean number of trials.
+        out: folder of the search.
+
+    Raises:
+        InputError, BudgetError: as in :func:`plan_search`.
+    """
     names = [dimension.name for dimension in drawn]
-    if (count := math.prod(len(dimension.values) for dimension in drawn)) > MOST:
+    count = math.prod(len(dimension.values) for dimension in drawn)
+    if count > MOST:
         raise InputError(f"{count:,} combinations of values and ends of ranges; at most {MOST:,}.")
-    settings = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*(dimension.values for dimension in drawn))
-    ]
-    found, notes = resolved(({**shared, **one} for one in settings), same_data=True)
-    of_kind = {events_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
-    data, settings_of_all = found[0].data, found[0].plan.settings
+    choices = itertools.product(*(dimension.values for dimension in drawn))
+    combinations = [dict(zip(names, values, strict=True)) for values in choices]
+    results, notes = resolved(({**shared, **values} for values in combinations), same_data=True)
+    # One combination for each privacy cost: the others cost the same at every noise.
+    different = dict[tuple[TrainingEvent, ...], dict[str, Any]]()
+    for result, values in zip(results, combinations, strict=True):
+        different[events_of_trial(result.plan)] = values
+    data, settings = results[0].data, results[0].plan.settings
     space = tuple(dimension.text for dimension in drawn)
 
     def plans(epsilon: float) -> tuple[Plan, ...]:
-        given = {**shared, "epsilon": epsilon}
-        return tuple(resolve({**given, **one}, data=data).plan for one in of_kind.values())
+        plans_of_trials = list[Plan]()
+        for values in different.values():
+            of_trial = {**shared, "epsilon": epsilon, **values}
+            plans_of_trials.append(resolve(of_trial, data=data).plan)
+        return tuple(plans_of_trials)
 
     def search(epsilon: float) -> Search:
-        events = map(events_of_trial, plans(epsilon))
-        return Search(trials_of(mean), tuple(dict.fromkeys(events)), space)
+        candidates = dict.fromkeys(map(events_of_trial, plans(epsilon)))
+        return Search(trials_of(mean), tuple(candidates), space)
 
-    target = settings_of_all.epsilon or EPSILON
-    epsilon = calibrate_search(search, settings_of_all.delta, target)
+    target = settings.epsilon or EPSILON
+    epsilon = calibrate_search(search, settings.delta, target)
+    if secret_place(out).exists():
+        notes = (*notes, RESTARTED)
     return SearchSpace(
-        given={**shared, "epsilon": epsilon},
+        shared={**shared, "epsilon": epsilon},
         data=data,
         dimensions=drawn,
         search=search(epsilon),
         plans=plans(epsilon),
         out=out,
-        notes=(*notes, *[RESTARTED] * secret_place(out).exists()),
+        notes=notes,
     )

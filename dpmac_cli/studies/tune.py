@@ -61,11 +61,21 @@ def tune(
 
 
 def carry_out_search(space: SearchSpace, stop: Stop = never) -> Run:
-    """Carry out a search, and return its best trial. Raises the errors of :func:`tune`.
+    """Carry out a search, and return its best trial.
 
     Nothing tells the number of trials. What a trial prints, logs or tells of its progress is
     discarded. Until the last trial has ended, there is only a secret folder elsewhere, with the
     lock. Then that is removed, and the published files are written. So all times are of the end.
+
+    Args:
+        space: the search.
+        stop: called after every step; True ends the search.
+
+    Returns:
+        The best trial as an ordinary run.
+
+    Raises:
+        InputError, RunError, KeyboardInterrupt: as in :func:`tune`.
     """
     first, out = space.plans[0], space.out
     with _secret_folder(secret_place(out)) as secret:
@@ -88,12 +98,12 @@ def _check_free(out: Path) -> None:
 
     Its time would tell that of an earlier start. Raises InputError, also if it cannot be written.
     """
-    left = list(out.absolute().iterdir()) if out.is_dir() else []
-    if not out.is_dir() or not all(map(folder.is_leftover, left)):
+    content = list(out.absolute().iterdir()) if out.is_dir() else []
+    if not out.is_dir() or not all(map(folder.is_leftover, content)):
         folder.check_chosen_folder(out, force=True)
-        if left:
+        if content:
             raise InputError(f"{{out=}}{out} already contains a run. Use another folder.")
-    for path in left:
+    for path in content:
         _remove_leftover(path)
     missing = [place for place in (out, *out.absolute().parents) if not place.exists()]
     folder.make_folder(out)
@@ -105,20 +115,32 @@ def _check_free(out: Path) -> None:
 def _best(
     space: SearchSpace, place: Path, stop: Callable[[], bool], data: Data
 ) -> dict[str, bytes]:
-    """Train a secret random number of trials; return the published files of the best by name.
+    """Train a secret random number of trials, and return the best.
 
-    Each trial is removed when it has ended. Raises RunError if every trial diverged, and
-    KeyboardInterrupt.
+    Each trial is removed when it has ended.
+
+    Args:
+        space: the search.
+        place: folder of the current trial.
+        stop: called after every step; True ends the search.
+        data: the records, which are read once.
+
+    Returns:
+        The published files of the best trial, by name.
+
+    Raises:
+        RunError: every trial diverged.
+        KeyboardInterrupt: ``stop`` returned True.
     """
     most, best = -math.inf, dict[str, bytes]()
     for _ in range(space.search.trials.draw()):
         plan = space.trial()
-        found = _trained(plan.placed(place), place, stop, data)
-        if not found:
+        published = _trained(plan.placed(place), place, stop, data)
+        if not published:
             continue
-        score = covered_score(_report(found), plan.settings.metric)
+        score = covered_score(_report(published), plan.settings.metric)
         if not best or score > most:
-            most, best = score, found
+            most, best = score, published
     if not best:
         raise RunError(
             "Every trial of the search diverged, so it has no result. Search over lower learning "
@@ -141,7 +163,8 @@ def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> d
 
     try:
         finish(train_plan(plan, stop_at_once, data))
-        return {n: (place / n).read_bytes() for n in folder.SEALED if (place / n).exists()}
+        written = [name for name in folder.SEALED if (place / name).exists()]
+        return {name: (place / name).read_bytes() for name in written}
     except DivergedError:
         return {}
     finally:
@@ -149,9 +172,14 @@ def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> d
 
 
 def covered_score(report: Mapping[str, Any], metric: str) -> float:
-    """Return the released score of a run, which is larger for better runs.
+    """Return the released score of a run, larger for better runs; -inf if it is not defined.
 
-    Raises ValueError if it is not covered: then the choice by it would reveal test records.
+    Args:
+        report: the run's report.json.
+        metric: name of the metric.
+
+    Raises:
+        ValueError: the score is not covered, so the choice by it would reveal test records.
     """
     if not any(event["records"] == "test" for event in report["events"]):
         raise ValueError("a search needs a covered score")
@@ -159,8 +187,9 @@ def covered_score(report: Mapping[str, Any], metric: str) -> float:
     return -math.inf if value is None else METRICS[metric].better(float(value))
 
 
-def _report(found: Mapping[str, bytes]) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(found[folder.REPORT])
+def _report(published: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the report among published files, which are by their names."""
+    report: dict[str, Any] = json.loads(published[folder.REPORT])
     return report
 
 

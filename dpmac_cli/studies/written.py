@@ -1,4 +1,8 @@
-"""Files of a comparison: tables, values for programs, remarks, figures and a web page."""
+"""Files of a comparison: tables, values for programs, remarks, figures and a web page.
+
+Every form has the remarks that the figures need: what the runs cost together, whether a difference
+can be told from chance, and that named seeds protect from nobody who knows them.
+"""
 
 import itertools
 import json
@@ -22,7 +26,7 @@ from dpmac_cli.release.plots import Point, curves, means
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
-from dpmac_cli.studies.results import LEVEL, Cell, Comparison, Difference, finished_report
+from dpmac_cli.studies.results import LEVEL, Cell, Comparison, finished_report
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
 
 if TYPE_CHECKING:
@@ -63,7 +67,10 @@ OTHERS = " Other runs on the same records add to the cost, also those deleted or
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of compare.json: ``rows`` for programs, and remarks."""
+    """Return the content of compare.json.
+
+    Its keys are described in docs/compare.schema.json. Numbers that are not finite are None.
+    """
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
@@ -72,19 +79,15 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "metric": grid.plan.settings.metric,
         "axes": list(grid.axes),
         "column": grid.column,
-        "rows": list(_rows(comparison)),
+        "rows": [_row(cell) for cell in comparison.cells],
         "epsilon_of_the_study": finite_or_none(comparison.epsilon),
         "remarks": remarks(comparison),
     }
 
 
-def _rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the cells of a comparison as JSON values."""
-    for cell in comparison.cells:
-        yield _row(cell, comparison.differences.get((cell.labels, cell.column)))
-
-
-def _row(cell: Cell, difference: Difference | None) -> dict[str, Any]:
+def _row(cell: Cell) -> dict[str, Any]:
+    """Return a cell as JSON values; numbers that are not finite become null."""
+    difference = cell.difference
     return {
         **dict(cell.labels),
         "sigma": cell.sigma,
@@ -93,7 +96,7 @@ def _row(cell: Cell, difference: Difference | None) -> dict[str, Any]:
         "std": cell.std,
         "seeds": len(cell.values),
         "values": {str(seed): finite_or_none(value) for seed, value in cell.values.items()},
-        "failures": {str(seed): why for seed, why in cell.failures.items()},
+        "failures": {str(seed): reason for seed, reason in cell.failures.items()},
         "standing": cell.standing,
         "difference": None if difference is None else difference.mean,
         "difference_interval": None if difference is None else [difference.low, difference.high],
@@ -104,44 +107,66 @@ def _row(cell: Cell, difference: Difference | None) -> dict[str, Any]:
 def as_csv(comparison: Comparison) -> str:
     """Return one line per cell."""
     rows = list[dict[str, Any]]()
-    for row in _rows(comparison):
+    for cell in comparison.cells:
+        row = _row(cell)
         low, high = row.pop("difference_interval") or (None, None)
         rows.append({**row, "difference_low": low, "difference_high": high})
-    return to_csv([name for name in rows[0] if name not in ("values", "failures")], rows)
+    columns = [name for name in rows[0] if name not in ("values", "failures")]
+    return to_csv(columns, rows)
 
 
 def as_markdown(comparison: Comparison) -> str:
     """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
+    metric = METRICS[comparison.grid.plan.settings.metric]
     epsilons: dict[float, float] = {}  # largest epsilon of one run in each column
+    rows_of = dict[Labels, dict[float, Cell]]()  # cells by row and column
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
-    worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
-    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.settings.metric]
-    by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
-    for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
-        cells = [by_place.get((labels, column)) for column in epsilons]
-        seconds = [cell.seconds for cell in cells if cell and cell.values]
-        time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), time])
-    columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
-    parts = [_table(["", *columns, "a run takes"], rows), *remarks(comparison)]
-    compared = comparison.differences
-    apart = [
-        [_as_cell(labels), *(_difference(compared.get((labels, c)), metric) for c in epsilons)]
-        for labels in dict.fromkeys(labels for labels, _ in compared)
+        rows_of.setdefault(cell.labels, {})[cell.column] = cell
+    costs = [
+        "no privacy" if math.isinf(epsilon) else format_epsilon(epsilon)
+        for epsilon in epsilons.values()
     ]
+    means, apart = [["epsilon", *costs, ""]], list[list[str]]()
+    for labels, of_row in rows_of.items():
+        cells = [of_row.get(column) for column in epsilons]
+        means.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), _time(cells)])
+        if any(cell.difference for cell in of_row.values()):
+            apart.append([_as_cell(labels), *(_difference(cell, metric) for cell in cells)])
+    columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
+    parts = [_table(["", *columns, "a run takes"], means), *remarks(comparison)]
     if apart:
         parts += [DIFFERENCES, _table(["", *columns], apart)]
     return "\n\n".join(parts) + "\n"
 
 
+def _time(cells: Iterable[Cell | None]) -> str:
+    """Return the mean training time of the finished runs of a row."""
+    seconds = [cell.seconds for cell in cells if cell and cell.values]
+    if not seconds:
+        return MISSING
+    mean = fmean(seconds)
+    return f"{mean:.1f} s" if mean < 60 else str(timedelta(seconds=round(mean)))
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table in Markdown."""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(map(str.ljust, cells, widths))} |"
-        for cells in (head, ["-" * width for width in widths], *rows)
-    )
+    """Return an aligned table in Markdown.
+
+    Args:
+        head: titles of the columns.
+        rows: cells of each row, in which Markdown's signs are escaped.
+
+    >>> print(_table(["", "sigma 1"], [["dp-sgd", "89.77"]]))
+    |        | sigma 1 |
+    | ------ | ------- |
+    | dp-sgd | 89.77   |
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = list[str]()
+    for cells in (head, ["-" * width for width in widths], *rows):
+        padded = map(str.ljust, cells, widths)
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines)
 
 
 def _as_cell(labels: Labels) -> str:
@@ -149,7 +174,18 @@ def _as_cell(labels: Labels) -> str:
 
 
 def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
-    """Write a comparison in all formats, and their checksums last; return what is in each file."""
+    """Write a comparison in all formats, and their checksums last.
+
+    Args:
+        comparison: the results.
+        out: folder of the study.
+
+    Returns:
+        The text of each file, by its name.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     texts = {
         COMPARE_JSON: to_json(as_json(comparison)),
         COMPARE_CSV: as_csv(comparison),
@@ -168,7 +204,10 @@ LONGEST = 500
 
 
 class _Row(Part):
-    """A row of compare.json. Its other keys are labels, by the names of the axes."""
+    """A row of compare.json, as far as a web page shows it.
+
+    Its other keys are labels, by the names of the axes. They are compared and drawn as texts.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -179,7 +218,10 @@ class _Row(Part):
 
 
 class _Study(Part):
-    """Values of compare.json that a web page shows."""
+    """Values of compare.json that a web page shows.
+
+    Numbers are bounded and labels short, whoever wrote the file.
+    """
 
     schema_version: int
     dataset: str
@@ -202,7 +244,13 @@ class _Study(Part):
 def study_page(out: Path) -> str:
     """Return a web page of a study, from the files of :func:`write_comparison`.
 
-    Raises InputError if its files cannot be read.
+    The files may be someone else's, so they are validated, and text in them is escaped.
+
+    Args:
+        out: folder of the study.
+
+    Raises:
+        InputError: a file is missing, is not one of a comparison, or is of another version.
     """
     remedy = "Use the output folder of dpmac compare."
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
@@ -220,75 +268,102 @@ def study_page(out: Path) -> str:
 
 
 def study_figure(grid: Grid) -> "Figure":
-    """Draw the mean score of each cell over epsilon, and over epochs, from its finished runs."""
+    """Draw the mean score of each cell over epsilon, and over epochs.
+
+    Args:
+        grid: the study, of which the runs that are finished count.
+
+    Returns:
+        A figure with one line per cell in each of two panels.
+    """
     metric = METRICS[grid.plan.settings.metric]
     cells = dict[str, list[Point]]()
     groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
     for (labels, column), runs in groups:
-        points = [*_course(runs, metric)]
+        points = list(_course(runs, metric))
         if points:
             cells[f"{row_name(labels)}, {grid.column} {column:g}"] = points
     return curves(cells, metric.title, share=metric.share)
 
 
 def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
-    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl."""
+    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl.
+
+    Args:
+        runs: the runs of one cell, which are evaluated after the same epochs.
+        metric: the score. Runs that release one score at the end have one point.
+    """
     scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
     for run in runs:
         if finished_report(run) is None:
             continue
         for text in (run.folder / folder.METRICS).read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            if (score := line.get(metric.logged)) is not None:
+            score = line.get(metric.logged)
+            if score is not None:
                 scores[line["epoch"]].append(score)
                 spent[line["epoch"]] = line["epsilon"]
     for epoch in sorted(scores):
         yield Point(epoch, spent[epoch], fmean(scores[epoch]))
 
 
-def _shown(value: float, metric: EvaluationMetric) -> str:
-    """Return a value of a metric, of a share in percent."""
+def _number(value: float, metric: EvaluationMetric) -> str:
+    """Return a value of a metric; a share is in percent, with two digits.
+
+    >>> _number(0.91385, METRICS["accuracy"])
+    '91.39'
+    """
     return f"{100 * value:.2f}" if metric.share else number(value)
 
 
-def _difference(difference: Difference | None, metric: EvaluationMetric) -> str:
+def _difference(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return the difference of a cell from the best mean, with its interval."""
-    if difference is None:
+    if cell is None or cell.difference is None:
         return MISSING
-    mean, low, high, _ = difference
-    return f"{_shown(mean, metric)} [{_shown(low, metric)}, {_shown(high, metric)}]"
+    mean, low, high = (_number(value, metric) for value in cell.difference[:3])
+    return f"{mean} [{low}, {high}]"
 
 
 def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return mean and spread, of shares in percent; bold if best, with a tilde if tied."""
     if cell is None or math.isnan(cell.mean):
         return MISSING
-    spread = "" if cell.std is None else f" ± {_shown(cell.std, metric)}"
-    text = f"{_shown(cell.mean, metric)}{spread}"
+    spread = "" if cell.std is None else f" ± {_number(cell.std, metric)}"
+    text = f"{_number(cell.mean, metric)}{spread}"
     return {"best": f"**{text}**", "tied": f"{text} ~"}.get(cell.standing, text)
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return remarks on significance, on the cost of all runs, and on seeds and other runs."""
+    """Return the sentences below the table.
+
+    They say which differences are significant or why none is marked, what publishing anything
+    learnt from all runs costs, and whom named seeds protect from.
+
+    Args:
+        comparison: the results.
+    """
     rivals = Counter(cell.column for cell in comparison.cells)
     tested = Counter(cell.column for cell in comparison.cells if cell.tested)
-    said = []
+    sentences = list[str]()
     if max(tested.values(), default=0) > 1:
-        said.append(TEST)
+        sentences.append(TEST)
         if any(cell.values and not cell.tested for cell in comparison.cells):
-            said.append(PART_TEST)
+            sentences.append(PART_TEST)
     elif max(rivals.values()) > 1:
-        said.append(NO_TEST)
+        sentences.append(NO_TEST)
     epsilon, cells = comparison.epsilon, comparison.cells
     if not math.isfinite(epsilon) or epsilon == 0:
-        return said
-    open_ends = sum(len(cell.failures) for cell in cells)
-    runs = open_ends + sum(len(cell.values) for cell in cells)
-    counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
+        return sentences
+    unfinished = sum(len(cell.failures) for cell in cells)
+    runs = unfinished + sum(len(cell.values) for cell in cells)
+    counted = f", {unfinished} of them not finished and counted in full," if unfinished else ""
     if runs > 1 or epsilon > cells[0].epsilon:
-        said.append(
+        sentences.append(
             f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
             "records: publishing anything learnt from all of them, such as which is best, costs "
             f"{cost_in_words(epsilon, comparison.grid.plan.settings.delta)} in total."
         )
-    return [*said, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]
+    of_seeds = SEEDS
+    if len(cells) > 1:
+        of_seeds += ONE_SEED
+    return [*sentences, of_seeds + OTHERS]

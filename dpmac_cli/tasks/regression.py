@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Transforms of a target, with their inverses; see :class:`Regression`.
 Transform = Literal["none", "log1p"]
+#: Number of equal parts of the range, after the transform, that test records are counted in.
+BINS = 10
 #: Multiples of a covered record's share, so that sums of them are exact.
 WHOLE = 2**40
 
@@ -103,7 +105,10 @@ class Regression(Task):
             "at-or-below", "targets at or below the prediction", coverage, below, lower=None
         ),
     )
-    reported: ClassVar[tuple[str, ...]] = ("constant_mae", "constant_rmse", "interval_coverage")
+    reported: ClassVar[tuple[str, ...]] = (
+        *("constant_mae", "constant_rmse", "by_bin"),
+        *("interval_coverage", "interval_coverage_by_bin"),
+    )
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
@@ -264,12 +269,36 @@ class Regression(Task):
         return {"mae": float(errors.mean()), "rmse": float(of.truth.std())}
 
     def details(self, of: Compared) -> dict[str, Any]:
-        """Return the share of the targets that are in their intervals, if there are any."""
+        """Return the numbers of records by true and predicted bin, and the coverage of intervals.
+
+        A bin is one of :data:`BINS` equal parts of the range. Coverage is the share of the targets
+        that are in their intervals: of all, and by predicted bin, None where none is predicted.
+        """
+        true, predicted = self._bins(of.truth), self._bins(of.guess)
+        counts = np.zeros((BINS, BINS), np.int64)
+        np.add.at(counts, (true, predicted), 1)
+        details: dict[str, Any] = {"by_bin": counts.tolist()}
         if self.residuals is None:
-            return {}
+            return details
         low, high = self.between(self.encoded(of.guess))
         inside = (low[:, 0] <= of.truth) & (of.truth <= high[:, 0])
-        return {"interval_coverage": float(inside.mean())}
+        covered = np.bincount(predicted, inside, minlength=BINS)
+        by_bin = zip(covered.tolist(), counts.sum(0).tolist(), strict=True)
+        return details | {
+            "interval_coverage": float(inside.mean()),
+            "interval_coverage_by_bin": [part / total if total else None for part, total in by_bin],
+        }
+
+    def _bins(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the bin of each number on the scale of the target, from 0, shape (records,)."""
+        places: Floats = (self.encoded(numbers)[:, 0].astype(np.float64).clip(-1, 1) + 1) / 2
+        return (places * BINS).astype(np.int64).clip(0, BINS - 1)
+
+    @property
+    def bin_ends(self) -> tuple[float, ...]:
+        """Ends of the bins, on the scale of the target."""
+        places = np.linspace(-1, 1, BINS + 1)
+        return tuple(self.decoded(places.reshape(-1, 1))[:, 0].tolist())
 
     def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
         """Return a note on predictions for which one number for all records is as good.

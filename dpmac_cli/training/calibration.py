@@ -32,17 +32,23 @@ def training_histogram(
     split, task = data.train, data.task
     if event.sampling_rate < 1:
         split = drawn_from(split, event.sampling_rate, key)
-    cells = [
-        task.cells(on_cpu(logits).numpy(), split.labels[some].cpu().numpy())
-        for some, logits in outputs_of(model, data, split, covered=True)
-    ]
+    cells = [np.empty(0, np.int64)]
+    for some, logits in outputs_of(model, data, split, covered=True):
+        labels = split.labels[some].cpu().numpy()
+        cells.append(task.cells(on_cpu(logits).numpy(), labels))
+    of_records = np.concatenate(cells)[:, None]  # (records, 1)
     owners = None if split.units is None else split.units.owners
-    together = np.concatenate([np.empty(0, np.int64), *cells])[:, None]
-    return NoisyHistogram.release(together, (task.cell_count,), event, noise, owners)
+    return NoisyHistogram.release(of_records, (task.cell_count,), event, noise, owners)
 
 
 def drawn_from(split: Split, rate: float, key: bytes) -> Split:
-    """Return a Poisson sample of the records of a split, or of its units with all their records."""
+    """Return a Poisson sample of the records of a split, or of its units with all their records.
+
+    Args:
+        split: records.
+        rate: probability that a record or unit is drawn.
+        key: secret key, 32 bytes, used only here.
+    """
     sampler = KeyedSampler("poisson", size=split.size, rate=rate, steps=1, key=key, secure=True)
     drawn = sampler.draw(1)
     if split.units is None:

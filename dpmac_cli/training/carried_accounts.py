@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 from torch import nn
 
-from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.account import RECORD_UNIT, Account
+from dpmac_cli.errors import ModelError
 
 #: Name of the attribute of modules and parameters that holds their accounts.
 CARRIED = "_dpmac_accounts"
@@ -34,7 +35,10 @@ ACCOUNT = TypeAdapter(Account)
 
 
 def attach(network: nn.Module, account: Account) -> None:
-    """Make a network, and every part of it, carry an account."""
+    """Make a network, and every module and parameter of it, carry an account.
+
+    What it carried before stays. :func:`carried_by` returns it, also from a copy of a part.
+    """
     for part in _parts(network):
         part[CARRIED] = (*part.get(CARRIED, ()), account)
 
@@ -60,24 +64,28 @@ def accounts_of(parts: Iterable[dict[str, Any]]) -> tuple[Account, ...]:
     A network that learned from a teacher has weights that came from the teacher's training, too,
     also once the teacher is gone.
     """
-    found: dict[str, Account] = {}
-    carried = chain.from_iterable(part.get(CARRIED, ()) for part in parts)
-    begun = (account for account in carried if account.count > 0)
-    for account in chain.from_iterable((*each.earlier, each) for each in begun):
-        known = found.setdefault(account.number, account)
-        found[account.number] = max(known, account, key=lambda each: each.count)
-    return tuple(found.values())
+    longest: dict[str, Account] = {}  # by number, as copies of a training may have begun fewer
+    for part in parts:
+        for carried in part.get(CARRIED, ()):
+            if carried.count == 0:
+                continue
+            for account in (*carried.earlier, carried):
+                known = longest.setdefault(account.number, account)
+                if account.count > known.count:
+                    longest[account.number] = account
+    return tuple(longest.values())
 
 
 def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
+    """Return the variables of each module and each parameter of a network."""
     return map(vars, chain(network.modules(), network.parameters()))
 
 
 def _parts_held_by(*holders: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of networks among some objects, and of those that they hold or read."""
-    left, seen = list(holders), dict[Any, Any]()
-    while left:
-        value = left.pop()
+    waiting, seen = list(holders), dict[Any, Any]()
+    while waiting:
+        value = waiting.pop()
         bound = isinstance(value, MethodType)  # another object each time that it is looked up
         key = (id(value.__func__), id(value.__self__)) if bound else id(value)
         if isinstance(value, PLAIN) or key in seen:
@@ -86,24 +94,24 @@ def _parts_held_by(*holders: Any) -> Iterator[dict[str, Any]]:
         if isinstance(value, (nn.Module, nn.Parameter)):
             yield vars(value)
         if isinstance(value, nn.Module):
-            left += [*vars(value).values(), value.forward]
+            waiting += [*vars(value).values(), value.forward]
         elif isinstance(value, (list, tuple, set, frozenset)):
-            left += value
+            waiting += value
         elif isinstance(value, dict):
-            left += value.values()
+            waiting += value.values()
         elif isinstance(value, partial):
-            left += [value.func, *value.args, *value.keywords.values()]
+            waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, (FunctionType, MethodType)):
             holder, function = getattr(value, "__self__", None), inspect.unwrap(value)
             while isinstance(function, MethodType):
                 function = function.__func__
-            left += [function, holder]  # of a compiled network, itself
+            waiting += [function, holder]  # of a compiled network, itself
             if isinstance(function, FunctionType):
-                left += _read_by(function, holder)
+                waiting += _read_by(function, holder)
         elif not isinstance(value, (type, ModuleType)):
             held = getattr(value, "__dict__", None)
-            left += held.values() if isinstance(held, dict) else ()
-            left += _attributes(value, ["__call__"])
+            waiting += held.values() if isinstance(held, dict) else ()
+            waiting += _attributes(value, ["__call__"])
 
 
 def _read_by(function: FunctionType, holder: Any) -> Iterator[Any]:
@@ -132,6 +140,7 @@ def _read_by(function: FunctionType, holder: Any) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in some code, and in functions inside of it."""
     yield from code.co_names
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -142,16 +151,46 @@ def _attributes(holder: Any, names: Iterable[str]) -> Iterator[Any]:
     """Yield attributes of an object's class, or of a class, by their names; no property is run."""
     kind = holder if isinstance(holder, type) else type(holder)
     for name in names:
-        found = inspect.getattr_static(kind, name, None)
-        if isinstance(found, property):
-            found = found.fget
-        elif isinstance(found, cached_property):
-            found = found.func
-        elif isinstance(found, (classmethod, staticmethod)):
-            found = found.__func__
-        yield MethodType(found, holder) if isinstance(found, FunctionType) else found
+        attribute = inspect.getattr_static(kind, name, None)
+        if isinstance(attribute, property):
+            attribute = attribute.fget
+        elif isinstance(attribute, cached_property):
+            attribute = attribute.func
+        elif isinstance(attribute, (classmethod, staticmethod)):
+            attribute = attribute.__func__
+        if isinstance(attribute, FunctionType):
+            attribute = MethodType(attribute, holder)
+        yield attribute
 
 
 def _is_installed(file: str | None) -> bool:
     """Return whether a file is of an installed package or of Python; a built-in has none."""
     return file is None or file.startswith(PACKAGES)
+
+
+def check_composable(earlier: Sequence[Account], unit: tuple[str, str] = RECORD_UNIT) -> None:
+    """Raise ModelError if the cost of earlier accounts cannot be added to that of a new one.
+
+    Args:
+        earlier: accounts that a network carries.
+        unit: unit of privacy of the training to come, as in :class:`.Account`.
+    """
+    if any(not account.private for account in earlier):
+        raise ModelError(
+            "The network was trained without privacy before (no_dp), so no noise covers what its "
+            "weights reveal of those records. Start from weights that are public, or that were "
+            "trained privately."
+        )
+    if any(account.searched for account in earlier):
+        raise ModelError(
+            "The network is the result of a search (dpmac tune), whose cost cannot be added to "
+            "that of a training. Use it as it is, or start from a network that was not trained on "
+            "these records."
+        )
+    others = sorted({account.unit[0] for account in earlier if account.unit != unit})
+    if others:
+        raise ModelError(
+            f"The network was trained privately before, and one {others[0]} was protected. Now it "
+            f"is one {unit[0]}, and costs of different units cannot be added. Use the same unit, "
+            "or start from a network that was not trained on these records."
+        )

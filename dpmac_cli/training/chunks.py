@@ -128,11 +128,11 @@ class ChunkedSum(ABC):
             model, inputs, labels, views, loss, rowwise=rowwise, weigh=weigh
         )
         self.chunk = min(first_chunk(physical_batch, batch), self.per_sample.most)
-        found = self.per_sample.layers
-        self._parameters = [p for layer in found for p in layer.parameters.values()]
-        self.trained = set(map(id, self._parameters))
-        self.theta, self.skipped = flatten_parameters(found), skipped_by(found)
-        self.size = sum(layer.size for layer in found)
+        trained = self.per_sample.layers
+        self._parameters = [p for layer in trained for p in layer.parameters.values()]
+        self.trained = {id(parameter) for parameter in self._parameters}
+        self.theta, self.skipped = flatten_parameters(trained), skipped_by(trained)
+        self.size = sum(layer.size for layer in trained)
         self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
@@ -146,15 +146,13 @@ class ChunkedSum(ABC):
             self.chunk = min(at_once, places.count, self.per_sample.most)
             note = PLACED.format(places.count, round(batch), max(1.0, places.count / batch))
             self.notes = (*self.notes, note)
-        capacity = (
-            self.chunk if self.placed else rounded_up(self.chunk, max(LEAST_ROWS, self._block))
-        )
-        self.clipped_sum = (
-            RecordedChunkSum(self.per_sample, capacity, batch)
-            if self.theta.is_cuda
-            else ClippedChunkSum(self.per_sample, capacity, batch)
-        )
-        if idle := ", ".join(self.per_sample.idle):
+        capacity = self.chunk
+        if not self.placed:
+            capacity = rounded_up(capacity, max(LEAST_ROWS, self._block))
+        kind = RecordedChunkSum if self.theta.is_cuda else ClippedChunkSum
+        self.clipped_sum = kind(self.per_sample, capacity, batch)
+        idle = ", ".join(self.per_sample.idle)
+        if idle:
             self.notes = (*self.notes, IDLE.format(idle))
         self.unchanged.check(DURING)
 
@@ -165,11 +163,13 @@ class ChunkedSum(ABC):
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs, and was not tried with them."""
         inputs = self.per_sample.inputs
-        for given in () if inputs.own else tensors_in(inputs.template):
-            if given.is_floating_point() and given.dtype != self.theta.dtype:
+        if inputs.keep_dtype:
+            return
+        for tensor in tensors_in(inputs.template):
+            if tensor.is_floating_point() and tensor.dtype != self.theta.dtype:
                 raise ModelError(
                     f"The parameters are {self.theta.dtype}, but the network's input is "
-                    f"{given.dtype}. Add this line to the network's factory, or before "
+                    f"{tensor.dtype}. Add this line to the network's factory, or before "
                     "make_private: network.float()"
                 )
 
@@ -250,13 +250,14 @@ class ChunkedSum(ABC):
         draws = nullcontext() if self._layers is None else self._layers.of(step)
         with self.unchanged.as_validated():
             with draws:
-                found = self._add_up(drawn, step, metric, chunk)
+                total_and_chunk = self._add_up(drawn, step, metric, chunk)
             self.unchanged.check(DURING)
-        return found
+        return total_and_chunk
 
     def _add_up(
         self, drawn: Indices, step: int, metric: RegionMetric, chunk: int
     ) -> tuple[Tensor, int]:
+        """Return the sum and the chunk size of :meth:`of`."""
         part, total, begin, chunk = self._sum, None, 0, min(chunk, self.chunk)
         at = self._arranged(len(drawn), step, chunk)
         while begin < len(at):
@@ -326,8 +327,17 @@ class ChunkedSum(ABC):
 class BatchSum(ChunkedSum):
     """Sum over the records of batches that a program supplies, and the sampler that they are.
 
-    Takes a network that returns its own losses, the structure of a sample, the random draws of its
-    layers, random places, samples to process at a time, B, and weights of records.
+    Args:
+        objective: a network that returns its own losses.
+        inputs: structure of a sample.
+        layers: random draws of its layers.
+        places: random places of records.
+        physical_batch: samples to process at a time.
+        batch: expected number B of records in a step.
+        weigh: weights of records.
+
+    Attributes:
+        structure: structure of a sample.
     """
 
     def __init__(
@@ -351,7 +361,7 @@ class BatchSum(ChunkedSum):
             batch=batch,
             weigh=weigh,
         )
-        self._most = most_samples(batch)
+        self.structure, self._most = inputs, most_samples(batch)
 
     @contextmanager
     def given(self, records: Indices, batch: Any) -> Iterator[None]:
@@ -379,9 +389,15 @@ class BatchSum(ChunkedSum):
 class DataSum(ChunkedSum):
     """Sum over the training records of a dataset, or the records of its units.
 
-    Takes the model, the data on its device, the plan, B, the random draws of layers, augmented
-    views and the records of units, random places, and a loss and weights of records instead of
-    those of the settings.
+    Args:
+        model: the network.
+        data: records on the device of the network.
+        plan: settings of the steps.
+        batch: expected number B of records or units in a step.
+        layers: random draws of layers, augmented views and the records of units.
+        places: random places of records.
+        loss: loss per sample; None for that of the settings.
+        weigh: weights of records; None for those of the settings.
     """
 
     def __init__(
@@ -392,18 +408,20 @@ class DataSum(ChunkedSum):
         batch: float,
         layers: LayerDraws | None,
         places: RandomPlaces,
-        own: Loss | None = None,
+        loss: Loss | None = None,
         weigh: Weigh | None = None,
     ) -> None:
         self.data, self._plan = data, plan
         inputs, settings, device = plan.inputs, plan.settings, data.gain.device
-        loss = own or build_loss(settings.loss, settings.label_smoothing)
-        built_in = None if own else build_weights(settings.loss, class_weights(settings), device)
+        rowwise = loss is None and weigh is None
+        if loss is None:
+            loss = build_loss(settings.loss, settings.label_smoothing)
+            weigh = weigh or build_weights(settings.loss, class_weights(settings), device)
         several = (inputs,) if inputs > 1 else ()
         images, labels = data.train.images.shape[1:], data.train.labels
         inputs_of = Structure(data.gain.new_zeros((1, *several, *images)))
-        if (example := data.example) is not None:
-            rows = example.to(data.gain).view(-1, *several and (1,), *images)
+        if data.example is not None:
+            rows = data.example.to(data.gain).view(-1, *several and (1,), *images)
             inputs_of = Structure(rows.expand(-1, *several, *images), numbers=(PUBLIC,))
         super().__init__(
             model,
@@ -416,8 +434,8 @@ class DataSum(ChunkedSum):
             physical_batch=physical_batch(settings, plan.facts, device.type),
             batch=batch,
             private=plan.private,
-            rowwise=own is None and weigh is None,
-            weigh=weigh or built_in,
+            rowwise=rowwise,
+            weigh=weigh,
         )
 
     def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Tensor, Tensor]:
@@ -457,6 +475,7 @@ def first_chunk(physical_batch: int, batch: float) -> int:
     return physical_batch if physical_batch < batch else ceil(batch + 6 * sqrt(batch))
 
 
-def _evenly(left: int, chunk: int) -> int:
-    """Return the next chunk size if ``left`` records are split evenly into the fewest chunks."""
-    return -(-left // max(1, -(-left // chunk)))
+def _evenly(samples: int, chunk: int) -> int:
+    """Return the next chunk size if samples are split evenly into the fewest chunks."""
+    chunks = max(1, ceil(samples / chunk))
+    return ceil(samples / chunks)

@@ -132,24 +132,20 @@ class ClippedGrad:
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
         check_rows(example, None)
-        structure = fitted(self._objective, Structure.of(example), self._weigh)
-        check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
-        key = secrets.token_bytes(KEY_BYTES)
-        draws, places = LayerDraws(key), RandomPlaces(key, int(most_samples(self._batch)) + 1)
-        with full_float32():
-            self._sums = BatchSum(
-                self._objective,
-                structure,
-                draws,
-                places,
-                self._physical,
-                self._batch,
-                self._weigh,
-            )
-        self._structure = structure
-        self._chunk, self.notes = self._sums.chunk, self._sums.notes
-        self._padding = [self._sums.theta[gap].clone() for gap in self._sums.skipped]
-        return self._sums
+        sums = validated_sum(
+            self._objective,
+            Structure.of(example),
+            secrets.token_bytes(KEY_BYTES),
+            places=int(most_samples(self._batch)) + 1,
+            physical_batch=self._physical,
+            batch_size=self._batch,
+            weigh=self._weigh,
+            isolated=self._isolate,
+        )
+        self._sums, self._structure = sums, sums.structure
+        self._chunk, self.notes = sums.chunk, sums.notes
+        self._padding = [sums.theta[gap].clone() for gap in sums.skipped]
+        return sums
 
     def _check_padding(self) -> None:
         """Raise ModelError if a row that is padding was changed."""
@@ -213,6 +209,39 @@ def clipped_grad(
     weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
     objective, sizes = Objective(model, loss), (batch_size, physical_batch)
     return ClippedGrad(objective, region, *sizes, isolate=isolate, weigh=weigh)
+
+
+def validated_sum(
+    objective: Objective,
+    structure: Structure,
+    key: bytes,
+    *,
+    places: int,
+    physical_batch: int,
+    batch_size: float,
+    weigh: RecordWeights | None,
+    isolated: bool,
+) -> BatchSum:
+    """Validate a network and its loss, and return what sums its gradients on a program's batches.
+
+    Args:
+        objective: the network with its loss.
+        structure: structure of a record, such as that of the first one.
+        key: secret key of the random draws of layers and places, 32 bytes.
+        places: number of rows in which the records of a step have random places.
+        physical_batch: records to process at a time.
+        batch_size: expected number of records in a batch.
+        weigh: weights of records; None for those of the loss, if any.
+        isolated: whether a network is accepted that computes something else for a batch than for
+            one record.
+
+    Raises ModelError if the network or the loss cannot be clipped.
+    """
+    structure = fitted(objective, structure, weigh)
+    check_trial(objective, Trial(structure, None), isolated=isolated)
+    draws, rows = LayerDraws(key), RandomPlaces(key, places)
+    with full_float32():
+        return BatchSum(objective, structure, draws, rows, physical_batch, batch_size, weigh)
 
 
 def _check_region(region: Ellipsoid, theta: Tensor) -> None:

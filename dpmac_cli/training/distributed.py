@@ -30,8 +30,11 @@ NO_MORE = -1
 
 def check_single_process() -> None:
     """Raise InputError in one of several processes, each of which would add noise of its own."""
-    grouped = dist.is_available() and dist.is_initialized()
-    if (count := dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if dist.is_available() and dist.is_initialized():
+        count = dist.get_world_size()
+    else:
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1:
         raise InputError(
             f"This is one of {count} processes of torchrun or torch.distributed. Each would train "
             "on these records with noise of its own, and count only its own steps: together, or "
@@ -69,9 +72,10 @@ class Ranks:
         """
         if self.size == 1 and drawn is not None:
             return drawn
-        rows = self._told(None if drawn is None else torch.from_numpy(drawn), torch.int64)
-        mine: Indices = rows[rows % self.size == self.rank].numpy()
-        return mine
+        numbers = None if drawn is None else torch.from_numpy(drawn)
+        rows = self._from_first(numbers, torch.int64)
+        share: Indices = rows[rows % self.size == self.rank].numpy()
+        return share
 
     def reduce(self, part: Tensor) -> Tensor:
         """Return the sum over several ranks in float64, shape (d,); valid only at rank 0."""
@@ -87,22 +91,26 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Return the minimum over all ranks."""
-        said = torch.tensor([number])
-        self._meet(dist.all_reduce, said, dist.ReduceOp.MIN)
-        return int(said)
+        smallest = torch.tensor([number])
+        self._meet(dist.all_reduce, smallest, dist.ReduceOp.MIN)
+        return int(smallest)
 
     def alike(self, numbers: Tensor) -> Tensor:
-        """Return a mask of the integers that are the same at every rank."""
+        """Return which integers are the same at every rank: bool, in the shape of ``numbers``."""
         low, high = numbers.clone(), numbers.clone()
         self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
         self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
         return low == high
 
-    def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Broadcast JSON values from rank 0 and return them; other ranks pass None."""
-        text = None if said is None else torch.tensor(list(json.dumps(said).encode()))
-        heard: dict[str, Any] = json.loads(bytes(self._told(text, torch.uint8).tolist()))
-        return heard
+    def brief(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Broadcast JSON values from rank 0 and return them; other ranks pass None.
+
+        Raises DismissedError at other ranks if rank 0 has dismissed them.
+        """
+        text = None if values is None else torch.tensor(list(json.dumps(values).encode()))
+        received = bytes(self._from_first(text, torch.uint8).tolist())
+        briefing: dict[str, Any] = json.loads(received)
+        return briefing
 
     def dismiss(self) -> None:
         """Release the other ranks between two steps."""
@@ -114,15 +122,15 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _from_first(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return rank 0's vector of any length. Raises DismissedError if it has none."""
-        count = torch.tensor([NO_MORE if said is None else len(said)])
+        count = torch.tensor([NO_MORE if vector is None else len(vector)])
         self.broadcast(count)
         if int(count) == NO_MORE:
             raise DismissedError
-        heard = torch.empty(int(count), dtype=dtype) if said is None else said.to(dtype)
-        self.broadcast(heard)
-        return heard
+        received = torch.empty(int(count), dtype=dtype) if vector is None else vector.to(dtype)
+        self.broadcast(received)
+        return received
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
         """Perform a collective operation; nothing if this is the only process.

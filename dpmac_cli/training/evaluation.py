@@ -121,7 +121,9 @@ class Evaluation:
             names: names of the metrics; None for all.
             resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`.
         """
-        values = {name: self.metric(name) for name in names} if names else self.metrics
+        values = self.metrics
+        if names:
+            values = {name: self.metric(name) for name in names}
         with code_of_task():
             return intervals(self.compared, self.task.metrics, values, resamples)
 
@@ -129,11 +131,10 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """Return scores by class, and those of the best constant prediction, as JSON values."""
         constant = self.task.constant(self.compared)
-        baselines = {
-            metric.constant: finite_or_none(constant[metric.name])
-            for metric in self.task.metrics
-            if metric.name in constant
-        }
+        baselines = {}
+        for metric in self.task.metrics:
+            if metric.name in constant:
+                baselines[metric.constant] = finite_or_none(constant[metric.name])
         return {**baselines, **self.task.details(self.compared)}
 
     @code_of_task()
@@ -149,14 +150,22 @@ class Evaluation:
         headline, details = self.task.headline, self.details()
         if self.task.outputs > MOST_COUNTED:
             details["confusion"] = None
-        ends = self.intervals([headline.name])[headline.name]
-        metrics = {of.key: finite_or_none(self.metrics[of.name]) for of in self.task.metrics}
-        interval = {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
-        return {**metrics, **details, **interval}
+        metrics = {
+            metric.key: finite_or_none(self.metrics[metric.name]) for metric in self.task.metrics
+        }
+        low, high = self.intervals([headline.name])[headline.name]
+        interval = [finite_or_none(low), finite_or_none(high)]
+        return {**metrics, **details, f"{headline.key}_interval": interval}
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
-    """Yield slices of at most ``most`` records of a given shape to score at a time."""
+    """Yield slices of records to score at a time, until all are done.
+
+    Args:
+        records: number of records.
+        shape: shape of a record. Of large ones, fewer are scored at a time.
+        most: largest number of records in a slice.
+    """
     size = max(1, min(most, NUMBERS // prod(shape)))
     return (slice(begin, begin + size) for begin in range(0, records, size))
 
@@ -167,9 +176,12 @@ def outputs(
     inputs: Iterable[Tensor],
     run: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of each batch of standardised images; ``run`` is called for the model.
+    """Yield the logits of each batch, shape (rows, outputs).
 
-    They are converted to the dtype of the model.
+    Args:
+        model: the network, which is put in evaluation mode meanwhile.
+        inputs: batches of standardised records, which are converted to the dtype of the model.
+        run: computes the logits of a batch in place of the model.
     """
     dtype = dtype_of(model)
     with evaluating(model):
@@ -188,7 +200,7 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
     """
     like = data.gain.new_empty(data.train.images.shape[1:])
     with evaluating(model):
-        return unaffected(model, like, size, own=True)
+        return unaffected(model, like, size, may_mix=True)
 
 
 def outputs_of(
@@ -196,12 +208,19 @@ def outputs_of(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield places in a split, and the logits of the samples there, until all are done.
 
-    If they are ``covered``, none changes the logits of another.
+    Args:
+        model: the network, on the device of ``data``.
+        data: facts of the records, and how they are standardised.
+        split: samples.
+        covered: whether epsilon covers what is computed from the logits: then no sample changes the
+            logits of another.
     """
     shape = split.images.shape[1:]
-    (size, *_) = places(ROWS, shape, ROWS)
-    run = _alone(model, data, size.stop) if covered else None
-    batches = list(places(len(split), shape, size.stop if covered else RECORDS))
+    most, run = RECORDS, None
+    if covered:
+        most = next(places(ROWS, shape, ROWS)).stop  # the same for any number of samples
+        run = _alone(model, data, most)
+    batches = list(places(len(split), shape, most))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     return zip(batches, outputs(model, inputs, run), strict=True)
 
@@ -214,19 +233,27 @@ def on_cpu(logits: Tensor) -> Tensor:
 def losses(model: nn.Module, data: Data, split: Split) -> Tensor:
     """Return the task's default loss of every sample of a split, float64, shape (samples,)."""
     standard = build_loss(data.task.losses[0])
-    found = torch.empty(len(split), dtype=torch.float64)
+    values = torch.empty(len(split), dtype=torch.float64)
     for some, logits in outputs_of(model, data, split):
-        found[some] = standard(data.task.adjusted(logits), split.labels[some]).double().cpu()
-    return found
+        loss = standard(data.task.adjusted(logits), split.labels[some])
+        values[some] = loss.double().cpu()
+    return values
 
 
 def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
-    """Score every sample of a split; if they are ``covered``, none changes the score of another."""
+    """Score every sample of a split.
+
+    Args:
+        model: the network, on the device of ``data``.
+        data: facts of the records, and how they are standardised.
+        split: samples to score.
+        covered: whether the score is covered by epsilon: then none changes the score of another.
+    """
     standard = build_loss(data.task.losses[0])
     kind = torch.promote_types(dtype_of(model), torch.float32)
     # Small tensors that stay between large ones that go would keep the memory of all of them.
-    found, loss = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
+    outputs, total = torch.empty(len(split), data.task.outputs, dtype=kind), 0.0
     for some, logits in outputs_of(model, data, split, covered=covered):
-        loss += standard(data.task.adjusted(logits), split.labels[some]).sum().item()
-        found[some] = logits
-    return Evaluation(loss / len(split), found, split.labels.cpu(), data.task, split.units)
+        total += standard(data.task.adjusted(logits), split.labels[some]).sum().item()
+        outputs[some] = logits
+    return Evaluation(total / len(split), outputs, split.labels.cpu(), data.task, split.units)

@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 
     @staticmethod
     def of(step: int, records: sampling.Indices, batch: Batch) -> "Drawn":
-        """Return a batch, with a copy and the state of its tensors."""
+        """Return a batch of a step, with a copy and the state of its tensors."""
         return Drawn(step, records, batch, map_rows(Tensor.clone, batch), _state_of(batch))
 
     def is_of(self, step: int, batch: Batch) -> bool:
@@ -51,6 +51,7 @@ class Drawn(NamedTuple):
 
 
 def _state_of(batch: Batch) -> tuple[tuple[int, int], ...]:
+    """Return the id and the version counter of every tensor, which writes by torch increase."""
     return tuple((id(t), t._version) for t in tensors_in(batch))
 
 
@@ -74,7 +75,7 @@ def batches(
     """
     drawn: dict[int, sampling.Indices] = {}
 
-    def asked() -> Iterator[Item]:
+    def items() -> Iterator[Item]:
         for step in steps:
             drawn[step] = sampler.draw(step)
             yield step, drawn[step]
@@ -83,7 +84,7 @@ def batches(
     loader: DataLoader[Any] = DataLoader(
         reader,  # type: ignore[arg-type]  # it has no length, which is not needed
         batch_size=None,
-        sampler=asked(),
+        sampler=items(),
         num_workers=workers,
         collate_fn=_as_read,
         pin_memory=device.type == "cuda",
@@ -92,8 +93,8 @@ def batches(
     for step, batch in zip(steps, loader, strict=True):
         if isinstance(batch, Fault):
             raise InputError(batch.why)
-        there = map_rows(lambda t: t.to(device, non_blocking=True), batch)
-        yield Drawn.of(step, drawn.pop(step), there)
+        on_device = map_rows(lambda t: t.to(device, non_blocking=True), batch)
+        yield Drawn.of(step, drawn.pop(step), on_device)
 
 
 def _as_read(batch: Any) -> Any:

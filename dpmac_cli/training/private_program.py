@@ -54,18 +54,24 @@ class PrivateProgram(Unshared):
         earlier: tuple[Account, ...],
         notes: tuple[str, ...],
         on_records: tuple[str, ...] = (),
-        whole: Account | None = None,
+        shared: Account | None = None,
     ) -> None:
-        """Plan the steps that the budget allows after earlier training. Raises BudgetError.
+        """Plan the steps that the budget allows after earlier training.
 
-        ``notes`` are messages, ``on_records`` are about the records, and ``whole`` is their
-        account, if a program has one.
+        Args:
+            plan: settings and event of all steps.
+            earlier: accounts of what the network was trained on before.
+            notes: messages on the settings.
+            on_records: messages on the records, which are private.
+            shared: account of the records, in which steps begin; None if a program has none.
+
+        Raises BudgetError if the budget allows no step.
         """
         check_single_process()
         keep_freed_memory()
         self._plan, self._notes, self._on_records = plan, notes, on_records
         before = tuple(account.alone() for account in earlier)
-        self._account = account_of(plan, whole, event=plan.event, earlier=before)
+        self._account = account_of(plan, shared, event=plan.event, earlier=before)
         self._account.shorten()
         self._keys = make_keys(None)
         self._left_out = 0  # steps of epochs that were begun and not finished
@@ -76,7 +82,10 @@ class PrivateProgram(Unshared):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
-        return tuple(map(as_keywords, (*self._notes, *[SEED_GIVEN] * self._account.seeded)))
+        notes = self._notes
+        if self._account.seeded:
+            notes = (*notes, SEED_GIVEN)
+        return tuple(as_keywords(note) for note in notes)
 
     @property
     def private_notes(self) -> tuple[str, ...]:
@@ -84,9 +93,11 @@ class PrivateProgram(Unshared):
 
         They are exact: no noise is added, and epsilon does not cover them.
         """
+        notes = self._on_records
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
-        of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
-        return tuple(map(as_keywords, (*self._on_records, *of_steps)))
+        if cut:
+            notes = (*notes, CUT.format(counted(cut, "record")))
+        return tuple(as_keywords(note) for note in notes)
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size
@@ -150,8 +161,8 @@ class PrivateProgram(Unshared):
         """Return the meaning of the guarantee."""
         unit, account = self._plan.unit, self._account
         seeded = account.seeded
-        said = statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
-        return " ".join((said, *account.on_choices))
+        guarantee = statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
+        return " ".join((guarantee, *account.on_choices))
 
     @property
     def lr(self) -> float:
@@ -172,10 +183,11 @@ class PrivateProgram(Unshared):
             self._step.plan = self._plan
 
     def _check_budget(self) -> None:
-        """Raise BudgetError if all steps have begun; InputError in one of several processes.
+        """Raise BudgetError if all steps have begun; InputError in another or several processes.
 
         Raises ModelError if the network, or one that a step reads, had steps that are not counted.
         """
+        self.check_process()
         check_single_process()
         self._account.check_counted(accounts_of(self._held))
         if not self._account.remaining:
@@ -187,10 +199,10 @@ class PrivateProgram(Unshared):
             )
 
 
-def account_of(plan: Plan, whole: Account | None, **values: Any) -> Account:
+def account_of(plan: Plan, shared: Account | None, **values: Any) -> Account:
     """Return the account of a training, whose events begin in that of the records, if any."""
     values = {**plan.of_account, **values}
-    if whole is None:
+    if shared is None:
         return Account(**values)
-    values |= {"target": plan.settings.epsilon, "order": whole.order}
-    return Part(shared=whole, number=whole.number, reserved=values.get("begun", 0), **values)
+    values |= {"target": plan.settings.epsilon, "order": shared.order}
+    return Part(shared=shared, number=shared.number, reserved=values.get("begun", 0), **values)

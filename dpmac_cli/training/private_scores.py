@@ -78,17 +78,16 @@ class PrivateScore:
 
     def values(self) -> dict[str, Any]:
         """Return the entries of a line of metrics.jsonl besides the score, as JSON values."""
-        released = not math.isnan(self.share)
-        return {
-            "test_noise": self.noise if released else None,
-            "test_interval": list(self.interval) if released else None,
-            f"{self.task.headline.logged}_interval": list(self.score_interval)
-            if released
-            else None,
-        }
+        names = ("test_noise", "test_interval", f"{self.task.headline.logged}_interval")
+        if math.isnan(self.share):
+            return dict.fromkeys(names)
+        values = (self.noise, list(self.interval), list(self.score_interval))
+        return dict(zip(names, values, strict=True))
 
     def _scaled(self, shares: Interval) -> Interval:
-        return shares[0] * self.task.width, shares[1] * self.task.width
+        """Return an interval of the score, by that of the share."""
+        low, high = shares
+        return low * self.task.width, high * self.task.width
 
 
 def counts(result: Evaluation) -> NDArray[np.int64]:
@@ -138,6 +137,6 @@ def release_score(result: Evaluation, event: TrainingEvent, noise: SeededNormals
     counted, sigma = counts(result), event.noise_multiplier
     z = noise.standard_normal(torch.empty(1, dtype=torch.float64)).item()
     added = round(z * (sigma / GRID))
-    found = (int(counted.sum()) + added) * GRID
-    share = min(max(found / len(counted), 0.0), 1.0)
+    noisy_sum = (int(counted.sum()) + added) * GRID
+    share = min(max(noisy_sum / len(counted), 0.0), 1.0)
     return PrivateScore(result.task, share, len(counted), sigma / len(counted))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpmac_cli.accounting.account import NO_TRAINING, Account, check_composable, covers
+from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.part import Part
 from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config import checks
 from dpmac_cli.config.datasets import Defaults
@@ -42,24 +43,21 @@ from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import (
     BatchLoss,
     Objective,
-    Trial,
     device_of,
-    fitted,
     trained_parts,
 )
-from dpmac_cli.models.validation import check_trial
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import BatchSampling, RandomPlaces
+from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.carried_accounts import (
     ACCOUNT,
     attach,
     carried_by,
+    check_composable,
     parts_held_by,
 )
-from dpmac_cli.training.chunks import BatchSum
+from dpmac_cli.training.clipped_grad import validated_sum
 from dpmac_cli.training.loading import NOT_DRAWN, REPLACED, Drawn, batches
 from dpmac_cli.training.private_program import PrivateProgram, account_of
 from dpmac_cli.training.reading import (
@@ -73,6 +71,7 @@ from dpmac_cli.training.reading import (
     seeds_generators,
     size_of,
 )
+from dpmac_cli.training.saved_state import check_counts, check_state, with_lost
 from dpmac_cli.training.step import Step, mechanism_of
 from dpmac_cli.training.torch_datasets import check_copies
 
@@ -89,9 +88,6 @@ NO_SEED = (
     "Leave it out: every training draws secret keys of its own. For the initial weights of your "
     "network use torch.manual_seed(0); to repeat a whole run, use dpmac train --seed 0."
 )
-#: Entries of the state of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
-#: ``trainings`` are those of the network, the last of which is the one that was saved.
-SAVED = frozenset({"tensors", "numbers", "trainings", "structure", "public", "lr"})
 
 
 class PrivateStep(PrivateProgram):
@@ -107,8 +103,9 @@ class PrivateStep(PrivateProgram):
     Args:
         model: the network, on the device to train on. It is trained in place: its parameters become
             views of one vector.
-        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
-            loss of a record must not depend on the others, which is validated.
+        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,), or
+            their mean, such as ``model(**batch).loss`` of a Hugging Face network. The loss of a
+            record must not depend on the others, which is validated.
         sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`.
         weights: ``weights(batch)`` returns the weight of each record, from 0 to ``largest_weight``,
             a tensor of shape (records,). It is called with one record at a time. Divided by
@@ -137,7 +134,7 @@ class PrivateStep(PrivateProgram):
 
     __slots__ = (
         *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
-        *("_structure", "_sums", "_weigh", "_whole"),
+        *("_structure", "_sums", "_weigh", "_shared"),
     )
     _plan: Plan
 
@@ -157,7 +154,7 @@ class PrivateStep(PrivateProgram):
         _check_arguments(model, loss, sampling, account, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
         self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
-        self._whole = account
+        self._shared = account
         earlier = carried_by(model, (loss, weights))
         if account is not None:
             earlier = tuple(each for each in earlier if each.number != account.number)
@@ -172,14 +169,15 @@ class PrivateStep(PrivateProgram):
         settings: dict[str, Any] = {**keywords, **named}
         counted = earlier if account is None else (*earlier, account)
         before = tuple(event for each in counted for event in each.own)
-        given = given_settings(settings)
-        plan = plan_run(given, _facts_of_batches(sampling, given.model), earlier=before)
-        notes = checks.notes(plan, given.explicit)
+        completed = given_settings(settings)
+        facts = _facts_of_batches(sampling, completed.model)
+        plan = plan_run(completed, facts, earlier=before)
+        notes = checks.notes(plan, completed.explicit)
         # Nothing is scored or published.
         plan = replace(plan, settings=plan.settings.replace(ema=None))
         if account is not None:
             _check_account(account, plan)
-        self._begin(plan, earlier, notes, whole=account)
+        self._begin(plan, earlier, notes, shared=account)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
@@ -220,7 +218,8 @@ class PrivateStep(PrivateProgram):
                 that read a dataset.
             ModelError: see :class:`PrivateStep`.
         """
-        _check_size(size := size_of(dataset), self._sampling)
+        size = size_of(dataset)
+        _check_size(size, self._sampling)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row, numbers = first_row(records), probes(size)
         if not isinstance(dataset, Checked):
@@ -285,6 +284,21 @@ class PrivateStep(PrivateProgram):
             self._drawn = None
         return number
 
+    def reserve(self, steps: int) -> None:
+        """Begin steps in the account of the records at once, before the first of them is taken.
+
+        A program that shows nothing until all are taken, as a silo does, then has begun all of them
+        or none. Otherwise some begin with each step.
+
+        Raises:
+            BudgetError: the account does not allow all of them. None has begun.
+            InputError: the training has no ``account``.
+        """
+        if not isinstance(self._account, Part):
+            raise InputError("To reserve steps, use PrivateStep(..., account=Account.open(path)).")
+        self._account.check(self._account.steps(steps))
+        self._account.reserve(steps)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training after its last step, for ``torch.save``.
 
@@ -329,18 +343,18 @@ class PrivateStep(PrivateProgram):
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
-        _check_state(saved)
+        check_state(saved)
         *earlier, last = map(ACCOUNT.validate_python, saved["trainings"])
-        if self._whole is None:
-            accounts = (*earlier, _with_lost(last, earlier, taken))
+        if self._shared is None:
+            accounts = (*earlier, with_lost(last, earlier, taken))
         else:
-            _check_counts(self._whole, last, taken)
+            check_counts(self._shared, last, taken)
             accounts = tuple(earlier)
         check_composable(accounts)
         plan, step = self._plan, saved["numbers"]["step"]
         self._account = account_of(
             plan,
-            self._whole,
+            self._shared,
             event=plan.event.first(max(0, plan.event.steps - step)),
             base=step,
             begun=step,
@@ -369,14 +383,17 @@ class PrivateStep(PrivateProgram):
         self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
-        structure = fitted(objective, structure, self._weigh)
-        check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
-        rows = physical_batch(plan.settings, plan.facts, device_of(objective).type)
+        sums = validated_sum(
+            objective,
+            structure,
+            keys.layers,
+            places=places_of(plan.event, plan.facts.train_size),
+            physical_batch=physical_batch(plan.settings, plan.facts, device_of(objective).type),
+            batch_size=plan.settings.batch_size,
+            weigh=self._weigh,
+            isolated=plan.settings.isolate,
+        )
         with full_float32():
-            draws, batch = LayerDraws(keys.layers), plan.settings.batch_size
-            count = places_of(plan.event, plan.facts.train_size)
-            places = RandomPlaces(keys.layers, count)
-            sums = BatchSum(objective, structure, draws, places, rows, batch, self._weigh)
             self._step = Step(
                 sums,
                 plan=plan,
@@ -387,11 +404,12 @@ class PrivateStep(PrivateProgram):
                 account=self._account,
             )
         attach(objective, self._account)  # a loss may have parameters, too
-        self._structure, self._sums = structure, sums
+        self._structure, self._sums = sums.structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
         modes = notes_on_modes(objective)
-        parts = [trained_parts(objective, sums.size)] * frozen
-        self._notes = (*self._notes, *parts, *modes, *sums.notes)
+        if frozen:
+            self._notes = (*self._notes, trained_parts(objective, sums.size))
+        self._notes = (*self._notes, *modes, *sums.notes)
         return self._step
 
 
@@ -438,12 +456,11 @@ def _check_arguments(
         errors.append(
             f"account must come from Account.create(...) or Account.open(...), not {account!r}."
         )
-    errors += [NO_SEED] * (keywords.get("seed") is not None)
-    errors += [
-        unknown(name, SETTINGS_OF_STEP, RENAMED)
-        for name in keywords
-        if name not in (*SETTINGS_OF_STEP, "seed")
-    ]
+    if keywords.get("seed") is not None:
+        errors.append(NO_SEED)
+    for name in keywords:
+        if name not in (*SETTINGS_OF_STEP, "seed"):
+            errors.append(unknown(name, SETTINGS_OF_STEP, RENAMED))
     raise_errors(errors)
 
 
@@ -476,44 +493,4 @@ def _check_account(account: Account, plan: Plan) -> None:
         raise InputError(
             f"{{delta=}}{plan.settings.delta:g} is not that of the account, {account.delta:g}. "
             "Leave it out."
-        )
-
-
-def _check_counts(whole: Account, last: Account, taken: int | None) -> None:
-    """Raise InputError unless an account counts a saved training."""
-    if taken is not None:
-        raise InputError("The account counts the steps that were taken. Leave taken out.")
-    if last.number != whole.number or not covers(whole.own, last.own):
-        raise InputError(
-            "The account does not count what the training of this state did: it is the account of "
-            "other records, or an older copy was restored. Use the one that the training began "
-            "with, in its latest copy."
-        )
-
-
-def _with_lost(last: Account, earlier: list[Account], taken: int | None) -> Account:
-    """Return the last part of a training that took a number of steps in all. Raises InputError."""
-    if last.event == NO_TRAINING:
-        raise InputError(
-            "The state is of a training with an account of its records, which counts the steps "
-            "since. Pass it: PrivateStep(..., account=Account.open(path))."
-        )
-    before = sum(part.done.steps for part in earlier if part.series == last.series)
-    held, most = before + last.done.steps, before + last.event.steps
-    if taken is None or not held <= taken <= most:
-        raise InputError(
-            f"taken is {taken}, but the state holds {held} of {most} steps. Set it to the number "
-            "of steps that were taken in all, also after the state was saved."
-        )
-    return replace(last, begun=last.base + taken - before)
-
-
-def _check_state(given: object) -> None:
-    """Raise InputError for what is not a state of :class:`.PrivateStep`."""
-    if missing := sorted(SAVED - (given.keys() if isinstance(given, Mapping) else set())):
-        raise InputError(
-            f"This is not a state of PrivateStep: it has no {', '.join(missing)}. Pass what "
-            "step.state_dict() returned, or what torch.load read of it. The state_dict of a "
-            "network goes to network.load_state_dict(...), which does not know what its training "
-            "cost."
         )

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import default_collate
 
+from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.dp.torch_errors import code_of_network, type_and_place
 from dpmac_cli.errors import InputError, ModelError
@@ -202,6 +203,14 @@ def _unreadable(failure: Exception) -> Fault:
 
 def size_of(dataset: Any) -> int:
     """Return the number of records of a map-style dataset. Raises InputError for another one."""
+    if isinstance(dataset, InMemoryData):
+        raise InputError(
+            f"{type(dataset).__name__} is for make_private, dpmac.train and estimators, which "
+            "draw its records and units themselves. Pass a map-style torch.utils.data.Dataset "
+            "here, such as TensorDataset(x, y). Epsilon protects one item: for units of several "
+            "records, such as persons, return all records of a unit as one item, in tensors of one "
+            "shape, with the mean of their losses."
+        )
     try:
         return len(dataset)
     except TypeError:
@@ -213,7 +222,10 @@ def size_of(dataset: Any) -> int:
 
 
 def first_row(records: OneByOne) -> Batch:
-    """Return the first record as a batch of one row. Raises InputError if it cannot be used."""
+    """Return the first record as a batch of one row, which says what all records are like.
+
+    Raises InputError if it cannot be used, without a word of what it contains.
+    """
     try:
         with _seeded(0):
             row = as_row(records.collate([records.dataset[0]]))
@@ -230,16 +242,16 @@ def first_row(records: OneByOne) -> Batch:
 
 
 def probes(size: int) -> list[int]:
-    """Return the numbers of a few records, evenly spaced."""
+    """Return the numbers of at most :data:`PROBES` of ``size`` records, evenly spaced."""
     numbers: list[int] = np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist()
     return numbers
 
 
 def check_reread(records: OneByOne, numbers: list[int]) -> None:
     """Raise InputError if one of some records differs when it is read again, after others."""
-    found = [_sum_of(records.seeded_row(BEFORE, number)) for number in numbers]
+    first = [_sum_of(records.seeded_row(BEFORE, number)) for number in numbers]
     again = [_sum_of(records.seeded_row(BEFORE, number)) for number in reversed(numbers)]
-    if found != again[::-1]:
+    if first != again[::-1]:
         raise InputError(REREAD)
 
 
@@ -256,9 +268,12 @@ def overwritten(records: OneByOne) -> bool:
 
 def seeds_generators(records: OneByOne, numbers: list[int]) -> bool:
     """Return whether reading one of some records seeds a generator, whatever its state was."""
-    states = [[_states_after(records, number, seed) for number in numbers] for seed in (1, 2)]
-    pairs = (zip(*both, strict=True) for both in zip(*states, strict=True))
-    return any(first == second for pair in pairs for first, second in pair)
+    for number in numbers:
+        states = (_states_after(records, number, seed) for seed in (1, 2))
+        for one, other in zip(*states, strict=True):  # of a generator
+            if one == other:
+                return True
+    return False
 
 
 def _states_after(records: OneByOne, number: int, seed: int) -> tuple[Any, ...]:
@@ -271,14 +286,15 @@ def _states_after(records: OneByOne, number: int, seed: int) -> tuple[Any, ...]:
 
 
 def _same(batch: Batch | Fault, row: Batch) -> bool:
+    """Return whether a batch is one row, with the same bits."""
     return not isinstance(batch, Fault) and _sum_of(batch) == _sum_of(row)
 
 
 def _sum_of(row: Batch) -> str:
     """Return the SHA-256 of a record."""
     parts = parts_by_name(row)
-    named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
-    return digest(named, {"parts": list(parts)})
+    tensors = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
+    return digest(tensors, {"parts": list(parts)})
 
 
 class Checked:
@@ -311,10 +327,10 @@ class Checked:
         row = first_row(self._records)
         self._like = Structure.of(row if example is None else example)
         for number in range(size):
-            found = joined(self._like, iter([self._records.row(number)]))
-            if isinstance(found, Fault):
-                raise InputError(f"Record {number}: {found.why}")
-            _check_use(use, number, found)
+            record = self._row(number)
+            if isinstance(record, Fault):
+                raise InputError(f"Record {number}: {record.why}")
+            _check_use(use, number, record)
         check_reread(self._records, probes(size))
         self.example: Batch | None = None
         if example is not None:
@@ -325,10 +341,15 @@ class Checked:
     def __len__(self) -> int:
         return len(self._records.dataset)
 
+    def _row(self, number: int) -> Batch | Fault:
+        """Return a record as a batch of one row in the shape of the others, or its fault."""
+        return joined(self._like, iter([self._records.row(number)]))
+
     def __getitem__(self, number: int) -> Any:
-        found = joined(self._like, iter([self._records.row(number)]))
-        lost = isinstance(found, Fault)
-        row = self._like.template if lost else found
+        """Return a record and the factor of its loss; a public one in place of one that fails."""
+        record = self._row(number)
+        lost = isinstance(record, Fault)
+        row = self._like.template if lost else record
         return {
             "record": map_rows(lambda t: t[0], row),
             "used": torch.tensor(math.nan if lost else 1.0),

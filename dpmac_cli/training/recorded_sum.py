@@ -43,18 +43,27 @@ Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 def cuda_graph(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Record a function as a CUDA graph. Raises RuntimeError if it reads a value of a tensor."""
+    """Record a function as a CUDA graph.
+
+    Args:
+        function: computes a tensor from others, whose memory stays where it is.
+
+    Returns:
+        The tensor, and what computes it again from what then lies in the same memory.
+
+    Raises RuntimeError if the function reads a value of a tensor, which a graph cannot.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = function()
-    return found, graph.replay
+        result = function()
+    return result, graph.replay
 
 
 @dataclass(frozen=True)
 class _Recording:
     """A recorded chunk, and the memory that it reads and writes."""
 
-    given: list[Tensor]  # rows, labels, which rows count, and the region
+    inputs: list[Tensor]  # rows, labels, which rows count, and the region
     read: list[Tensor]  # what else it reads: once freed, its memory would hold other records
     doubtful: Tensor  # whether float64 is needed, bool, ()
     replay: Callable[[], None]
@@ -91,15 +100,16 @@ class RecordedChunkSum(ClippedChunkSum):
         """Write the sum of a chunk: see :class:`.ClippedChunkSum`; ``out`` is always the same."""
         shape = metric.region.is_ball, *((t.shape, t.dtype) for t in tensors_in((x, y)))
         if shape not in self.recordings:
-            self.recordings[shape] = found = self._recorded(samples_in(x), metric.region, out)
-            if isinstance(found, str):
-                warnings.warn(NOT_RECORDED.format(found), stacklevel=2)
+            recording = self._recorded(samples_in(x), metric.region, out)
+            self.recordings[shape] = recording
+            if isinstance(recording, str):
+                warnings.warn(NOT_RECORDED.format(recording), stacklevel=2)
         recording = self.recordings[shape]
         if isinstance(recording, _Recording):
             counted = self.all_of(x, out) if counted is None else counted
-            given = _given(x, y, counted, metric.region)
-            for to, one in zip(recording.given, given, strict=True):
-                to.copy_(one, non_blocking=True)
+            inputs = _inputs(x, y, counted, metric.region)
+            for recorded, new in zip(recording.inputs, inputs, strict=True):
+                recorded.copy_(new, non_blocking=True)
             recording.replay()
         if isinstance(recording, str) or bool(recording.doubtful):
             super().of(x, y, metric, out, counted)
@@ -108,7 +118,16 @@ class RecordedChunkSum(ClippedChunkSum):
         return valid  # to ask whether all are would wait for the device
 
     def _recorded(self, rows: int, like: Ellipsoid, out: Tensor) -> _Recording | str:
-        """Record a chunk of made-up rows; return why, unless its replay gives the same bits."""
+        """Record a chunk of made-up rows.
+
+        Args:
+            rows: number of rows of the chunk.
+            like: region of the same shape as those of steps.
+            out: the sum is written to it, shape (d,).
+
+        Returns:
+            The recording, or why there is none: for example, its replay gives other bits.
+        """
         if not self._per_sample.vmapped:
             return LOOPED
         x, y = self._per_sample.made_up(rows)
@@ -128,7 +147,7 @@ class RecordedChunkSum(ClippedChunkSum):
                     doubtful = sum_up()
             computed = out.clone()
             try:
-                found, replay = self._record(sum_up)
+                recorded, replay = self._record(sum_up)
             except RuntimeError as failure:
                 if out_of_memory(failure):
                     self.recordings.clear()  # they keep the memory of their chunks
@@ -139,22 +158,26 @@ class RecordedChunkSum(ClippedChunkSum):
             self.cut.copy_(cut)
             if _generators(out) != before:
                 return DRAWN
-        if not (out.equal(computed) and found.equal(doubtful)):
+        if not (out.equal(computed) and recorded.equal(doubtful)):
             return OTHERWISE
-        return _Recording(_given(x, y, counted, region), reads.found, found, replay)
+        return _Recording(_inputs(x, y, counted, region), reads.tensors, recorded, replay)
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Finds the tensors that are read and were there before, such as those of a closure."""
+    """Finds the tensors that are read and were there before, such as those of a closure.
+
+    Attributes:
+        tensors: these tensors, each memory once.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self._computed = list[Tensor](), set[int]()
+        self.tensors, self._computed = list[Tensor](), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):
             if tensor.data_ptr() and _memory(tensor) not in self._computed:
-                self.found.append(tensor)
+                self.tensors.append(tensor)
                 self._computed.add(_memory(tensor))
         result = func(*args, **(kwargs or {}))
         self._computed |= set(map(_memory, tensors_in(result)))
@@ -162,10 +185,12 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives
 
 
 def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which its views share."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _given(x: Batch, y: Batch, counted: Tensor, region: Ellipsoid) -> list[Tensor]:
+def _inputs(x: Batch, y: Batch, counted: Tensor, region: Ellipsoid) -> list[Tensor]:
+    """Return all tensors that differ from step to step, in the order of a recording."""
     return [*tensors_in((x, y)), counted, region.centre, region.inverse, region.factor]
 
 

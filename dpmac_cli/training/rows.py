@@ -64,6 +64,7 @@ class Stored:
 
 
 def _rows_of(column: Any, rows: Indices) -> Tensor:
+    """Return copies of some rows of a tensor or an array."""
     if isinstance(column, Tensor):
         return column.detach()[torch.from_numpy(rows)]
     return torch.from_numpy(column[rows])
@@ -85,6 +86,7 @@ def stored_in(dataset: Any) -> Stored | None:
 
 
 def _has_rows(column: Any) -> bool:
+    """Return whether a column is a tensor or an array that can be indexed by row."""
     if type(column) not in (Tensor, np.ndarray) or column.ndim == 0:
         return False
     return not isinstance(column, Tensor) or column.layout is torch.strided
@@ -130,7 +132,12 @@ class Form:
 
     @staticmethod
     def of(record: Any, structure: Structure) -> "Form | None":
-        """Return the form of a record, or None if it has other parts than numbers and arrays."""
+        """Return the form of a record, or None if it has other parts than numbers and arrays.
+
+        Args:
+            record: the first record of a dataset.
+            structure: structure of its row after ``default_collate``.
+        """
         nesting = tree_map(lambda part: None, record)
         parts = _parts_of(record, nesting)
         if parts is None or not all(map(_is_stackable, parts)):
@@ -181,9 +188,13 @@ class Form:
         else:
             return None
         template, spec = tree_flatten(self.structure.template)
-        pairs = zip(columns, self.kinds, template, strict=True)
-        made = [_stacked_part(column, kind, like) for column, kind, like in pairs]
-        return None if any(part is None for part in made) else tree_unflatten(made, spec)
+        stacks: list[Tensor] = []
+        for column, kind, like in zip(columns, self.kinds, template, strict=True):
+            stack = _stacked_part(column, kind, like)
+            if stack is None:
+                return None
+            stacks.append(stack)
+        return tree_unflatten(stacks, spec)
 
     @property
     def stacks(self) -> bool:
@@ -345,7 +356,14 @@ class NumberColumn(Column):
 
 
 def column_of(name: str, like: Tensor, kind: type, count: int) -> Column:
-    """Return the column for a part of records, whose type is ``kind``."""
+    """Return the column for a part of records.
+
+    Args:
+        name: place of the part in the batch, for messages.
+        like: a batch with the shape and type of the rows.
+        kind: type of the part in the first record.
+        count: number of records.
+    """
     if not issubclass(kind, Tensor):
         return NumberColumn(name, like, kind, count)
     scalar = kind is Tensor and like.ndim == 1 and like.dtype in EXACT
@@ -353,7 +371,10 @@ def column_of(name: str, like: Tensor, kind: type, count: int) -> Column:
 
 
 def as_row(collated: Any) -> Any:
-    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault."""
+    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault.
+
+    The tensors are copies, because a dataset may write every record to the same memory.
+    """
     if isinstance(collated, Mapping) and not isinstance(collated, dict):
         collated = dict(collated)
     for name, part in parts_by_name(collated).items():
@@ -375,24 +396,35 @@ def as_row(collated: Any) -> Any:
 
 
 def joined(structure: Structure, rows: Iterator[Any]) -> Batch | Fault:
-    """Return rows as one batch, or the fault of one of them, after which no other is read."""
+    """Return rows as one batch, or the fault of one of them, after which no other is read.
+
+    Args:
+        structure: structure that every row must have.
+        rows: batches of one row each, or faults, which are read one by one.
+
+    >>> row = Structure.of(torch.zeros(1, 2))
+    >>> joined(row, iter([torch.ones(1, 2), torch.ones(1, 2)])).shape
+    torch.Size([2, 2])
+    >>> joined(row, iter([torch.ones(1, 3)])).why.startswith("batch of a record has shape (3,)")
+    True
+    """
     template, spec = tree_flatten(structure.template)
-    names, columns = list(parts_by_name(structure.template)), [list[Tensor]() for _ in template]
+    names = list(parts_by_name(structure.template))
+    columns: list[list[Tensor]] = [[] for _ in template]
     for row in rows:
         if isinstance(row, Fault):
             return row
-        parts, own = tree_flatten(row)
-        if own != spec:
+        parts, nesting = tree_flatten(row)
+        if nesting != spec:
             return Fault(_other_parts(row, structure))
         for column, part, like, name in zip(columns, parts, template, names, strict=True):
             if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype:
                 return Fault(_other_rows(name, part, like))
             column.append(part)
-    made = [
-        torch.cat(column) if column else like.new_empty((0, *like.shape[1:]))
-        for column, like in zip(columns, template, strict=True)
-    ]
-    return tree_unflatten(made, spec)
+    parts = []
+    for column, like in zip(columns, template, strict=True):
+        parts.append(torch.cat(column) if column else like.new_empty((0, *like.shape[1:])))
+    return tree_unflatten(parts, spec)
 
 
 def shapes_differ(row: Batch, structure: Structure) -> bool:
@@ -401,14 +433,16 @@ def shapes_differ(row: Batch, structure: Structure) -> bool:
 
 
 def _other_parts(record: Any, structure: Structure) -> str:
-    found, first = (", ".join(parts_by_name(of)) for of in (record, structure.template))
+    """Return why a record with other parts than the first one cannot be used."""
+    names, first = ", ".join(parts_by_name(record)), ", ".join(parts_by_name(structure.template))
     return (
-        f"Records have other parts after collate_fn ({found}) than the first one ({first}). Return "
+        f"Records have other parts after collate_fn ({names}) than the first one ({first}). Return "
         "the same for every record."
     )
 
 
 def _other_rows(name: str, row: Any, like: Tensor) -> str:
+    """Return why a record whose part has another shape or type cannot be used."""
     if not isinstance(row, Tensor):
         return f"{name} of a record is no number, array or tensor, unlike that of the first one."
     return (

@@ -10,7 +10,15 @@ from dpmac_cli.config.settings import Settings
 
 
 def rate(settings: Settings, step: int, steps: int) -> float:
-    """Return the fraction of the peak learning rate in step t = 1 ... T, in (0, 1]."""
+    """Return the fraction of the peak learning rate in a step, in (0, 1].
+
+    It rises linearly over the steps of the warm-up, and then follows the schedule.
+
+    Args:
+        settings: ``warmup_steps`` and ``lr_schedule``: "constant", "linear" or "cosine".
+        step: step t, from 1.
+        steps: last step T.
+    """
     warmup, schedule = settings.warmup_steps, settings.lr_schedule
     if step <= warmup:
         return step / warmup
@@ -21,5 +29,11 @@ def rate(settings: Settings, step: int, steps: int) -> float:
 
 
 def decay(ema: float, step: int) -> float:
-    """Return the decay of the moving average in step t, smaller in the first steps."""
+    """Return the decay of the moving average of weights in a step.
+
+    It is smaller in the first steps, so that the average forgets the initial weights.
+
+    >>> [round(decay(0.95, step), 2) for step in (1, 10, 1000)]
+    [0.18, 0.55, 0.95]
+    """
     return min(ema, (1 + step) / (10 + step))

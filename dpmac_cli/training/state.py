@@ -14,7 +14,10 @@ from dpmac_cli.errors import ModelError
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Complete state of a run."""
+    """Complete state of a run after a step: a resumed run continues from it with new noise.
+
+    Nothing in it depends on a record except through a private mean, so it may be published.
+    """
 
     theta: Tensor  # parameters, shape (d,); the model's tensors are views of it
     moments: Moments  # m and v of the private means
@@ -25,7 +28,11 @@ class TrainState:
     average: Tensor | None = None  # published average of theta; None if theta is published
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, all post-noise."""
+        """Return every tensor by name, all post-noise.
+
+        ``theta``, ``m``, ``v`` and ``average`` have shape (d,), and those of the region too, unless
+        it is a ball. Moments that the optimizer does not keep are empty.
+        """
         named = {
             "theta": self.theta,
             "m": self.moments.m,
@@ -33,10 +40,12 @@ class TrainState:
             "centre": self.region.centre,
             "inverse": self.region.inverse,
             "factor": self.region.factor,
-            "average": self.average,
-            "s": None if self.spread is None else self.spread.s,
         }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        if self.average is not None:
+            named["average"] = self.average
+        if self.spread is not None:
+            named["s"] = self.spread.s
+        return named
 
     def numbers(self) -> dict[str, Any]:
         """Return everything else as JSON values, all post-noise."""

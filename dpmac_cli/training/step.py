@@ -43,7 +43,10 @@ ROUNDING_SHARE = 0.01
 
 
 class Step(Unshared):
-    """Private steps of one network. :meth:`step` is Algorithm 1.
+    """Private steps of one network. :meth:`step` is Algorithm 1, in four calls.
+
+    Line numbers in this module are those of Algorithm 1 of the paper. In its symbols, d is the
+    number of parameters, B the expected batch size, g a gradient and m the centre of the region.
 
     Args:
         sums: clipped sum over the records of a step, and the network.
@@ -101,7 +104,10 @@ class Step(Unshared):
         self._blocks = blocks(theta.numel(), theta.device, sums.skipped)
 
     def _first_region(self) -> tuple[Ellipsoid, Spread | None]:
-        """Return line 1 for the coordinates that are trained."""
+        """Return the first region and its spread, line 1, for the coordinates that are trained.
+
+        Rows of embeddings that are padding are outside of it: they have no gradient and no noise.
+        """
         theta = self.sums.theta
         if not self.sums.skipped:
             return self.geometry.start(theta)
@@ -170,13 +176,24 @@ class Step(Unshared):
         return None if self.noise is None else self.noise.at(state.step)
 
     def _release(self, clipped: Tensor, block: slice, noise: SeededNormals) -> PrivateMean:
-        """Return the private mean of some coordinates: lines 9 to 11."""
+        """Return the private mean of some coordinates: lines 9 to 11.
+
+        Args:
+            clipped: the sum over all ranks, shape (d,), whose block is consumed.
+            block: coordinates.
+            noise: random numbers of this step, each of which is used once.
+        """
         region = part_of(self.state.region, block)
         private = self.mechanism.release(clipped[block], region, noise)
         return private
 
     def _update(self, private: PrivateMean, block: slice) -> Ellipsoid:
-        """Update some coordinates, lines 12 to 20; return their part of the next region."""
+        """Update some coordinates, lines 12 to 20; return their part of the next region.
+
+        Args:
+            private: private mean of these coordinates. From here on everything is post-processing.
+            block: coordinates.
+        """
         state = self.state
         region, moments = part_of(state.region, block), part_of(state.moments, block)
         spread = None if state.spread is None else part_of(state.spread, block)
@@ -230,7 +247,12 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
 
 
 def mechanism_of(plan: Plan) -> GaussianMechanism:
-    """Return the mechanism with the noise of a plan. Raises ValueError for private runs without."""
+    """Return the mechanism with the noise of a plan.
+
+    It draws from floating-point numbers, or on a grid of integers with the setting ``secure``.
+
+    Raises ValueError for a private run without noise.
+    """
     if plan.private and not plan.event.noisy:
         raise ValueError("a private run needs noise")
     kind = SecureMechanism if plan.settings.secure else GaussianMechanism

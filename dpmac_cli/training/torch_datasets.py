@@ -46,7 +46,9 @@ def from_torch(
             there several times in different units, or is both in ``train`` and in ``test``, by what
             is said of ``unit``.
     """
-    origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
+    origins = [list(_origins(train))]
+    if test is not None:
+        origins.append(list(_origins(test)))
     if isinstance(unit, str) and unit == RECORD:
         unit, unit_test, *_ = (*_records_as_units(origins), None)
     check_copies(train, unit)
@@ -91,9 +93,10 @@ def _read(dataset: Any, numbers: bool) -> tuple[NDArray[Any], NDArray[Any]]:
                     f"Record {row} of {kind} is no (record, label) pair of numbers ({why}): "
                     f"{remedy}."
                 ) from None
-            x = np.zeros((len(dataset), *values.shape), values.dtype) if row == 0 else x
-            found = [values.shape, values.dtype, labels[row].shape]
-            if found != [x.shape[1:], x.dtype, labels[0].shape]:
+            if row == 0:
+                x = np.zeros((len(dataset), *values.shape), values.dtype)
+            form = [values.shape, values.dtype, labels[row].shape]
+            if form != [x.shape[1:], x.dtype, labels[0].shape]:
                 raise InputError(
                     f"Record {row} of {kind} has shape {values.shape} ({values.dtype}) and a label "
                     f"of shape {labels[row].shape}, but others have {x.shape[1:]} ({x.dtype}) and "
@@ -115,15 +118,26 @@ def _record(record: Any, numbers: bool) -> NDArray[Any]:
 
 def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.str_]]:
     """Return the unit of each record of some datasets: one per record that they have come from."""
-    places: dict[int, int] = {}
-    return [
-        np.array([f"{places.setdefault(of, len(places))}-{row}" for of, row in side] or [""])
-        for side in origins
-    ]
+    places: dict[int, int] = {}  # of each dataset, in the order of their first records
+    units = []
+    for records in origins:
+        names = []
+        for dataset, row in records:
+            place = places.setdefault(dataset, len(places))
+            names.append(f"{place}-{row}")
+        units.append(np.array(names or [""]))
+    return units
 
 
 def check_copies(dataset: Any, units: Any = None) -> None:
-    """Reject a training set that has a record several times in different units."""
+    """Reject a training set that has a record several times in different units.
+
+    Args:
+        dataset: map-style dataset.
+        units: unit of each record, shape (records,); by default each is one.
+
+    Raises InputError.
+    """
     origins = list(_origins(dataset))
     names = range(len(origins)) if units is None else np.asarray(units, object).ravel().tolist()
     if len(names) != len(origins):
@@ -131,7 +145,8 @@ def check_copies(dataset: Any, units: Any = None) -> None:
     owners: dict[Origin, set[Any]] = {}
     for origin, name in zip(origins, names, strict=True):
         owners.setdefault(origin, set()).add(name)
-    if copies := sum(len(owner) - 1 for owner in owners.values()):
+    copies = sum(len(units_of_record) - 1 for units_of_record in owners.values())
+    if copies:
         raise InputError(
             f"The training set has {len(owners)} different records, and {copies} copies of them "
             "in other units: its parts or indices repeat. Epsilon would protect each copy, but not "
@@ -143,7 +158,8 @@ def check_copies(dataset: Any, units: Any = None) -> None:
 
 def _check_held_out(train: Sequence[Origin], test: Sequence[Origin] = ()) -> None:
     """Reject a test set with training records."""
-    if both := len(set(train) & set(test)):
+    both = len(set(train) & set(test))
+    if both:
         raise InputError(
             f"{both} records are both in the training set and in the test set. Epsilon does not "
             "cover what scores reveal of training records, and they would be too high. Use each "

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -20,7 +21,11 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
+from dpmac_cli.cli.compare import StudyDisplay
+from dpmac_cli.cli.console import TimeLeft
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.plots import COLOURS
 from dpmac_cli.runs import checkpoint
@@ -111,6 +116,7 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
         assert (out / name).stat().st_size > 100
     with (out / "compare.csv").open() as file:
         assert [line["optimizer"] for line in csv.DictReader(file)] == ["dp-sgd", "dp-macadam"]
+    assert "4 runs; seeds 0, 1 in each cell (--seeds)" in result.output
     assert max(map(len, result.output.splitlines()[:8])) <= 80
     # Run runs are found again and never run twice.
     models = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
@@ -164,8 +170,9 @@ def test_after_a_signal_and_a_killed_worker_the_same_command_goes_on(
     running = process(*LONG, *TWO, "--out", str(hurt))
     wait_for_steps(hurt)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=600)
+    output, errors = running.communicate(timeout=600)
     assert running.returncode == 130
+    assert "stopping: each run finishes its step and saves" in output
     assert "run the same command to resume" in errors
     assert "Traceback" not in errors
     running = process(*LONG, *TWO, "--out", str(hurt))
@@ -214,6 +221,43 @@ def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
     lines = dpmac(*SMALL, "--out", str(tmp_path / "study"), "--model", net).stderr.splitlines()
     [line] = [line for line in lines if line.startswith("failed: ")]
     assert re.match(rf"failed: digits-dp-sgd-\w+ \(seed 0\) and 3 more: --model {net}: ", line)
+
+
+def screen() -> Console:
+    """A terminal of 80 columns, whose text is kept."""
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+
+
+def text_on(terminal: Console) -> str:
+    """What was printed on a terminal."""
+    assert isinstance(terminal.file, io.StringIO)
+    return terminal.file.getvalue()
+
+
+def test_the_screen_has_seeds_failures_and_a_request_to_stop(tmp_path: Path) -> None:
+    terminal = screen()
+    display = StudyDisplay(terminal, grid_in(tmp_path), range(4))
+    display.show(Look((0,), ((1, "no memory"),)), stopping=False)
+    for _ in range(2):
+        display.show(Look((0,), ()), stopping=True)
+    display.close()
+    text = text_on(terminal)
+    assert "4 runs; seeds 0, 1 in each cell (--seeds)" in text
+    assert "seed 1: failed: no memory" in text
+    assert text.count("stopping: each run finishes its step and saves") == 1
+
+
+def test_a_bar_has_the_time_that_is_left_once_it_is_known() -> None:
+    clock, column = itertools.count(1.0), TimeLeft()
+    bar = Progress(column, console=screen(), get_time=lambda: next(clock))
+    number = bar.add_task("", total=100)
+    [task] = bar.tasks
+    assert column.render(task).plain == ""
+    for _ in range(3):
+        bar.advance(number, 10)
+    assert column.render(task).plain == "0:07 left"
+    bar.update(number, completed=100)
+    assert column.render(task).plain == "finishing"
 
 
 # Executors.

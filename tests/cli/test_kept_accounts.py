@@ -1,6 +1,7 @@
 """``dpmac account`` reads accounts on disk and the folders of silos."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpmac_cli import Account, TrainingEvent
+from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.app import app
 from tests.silo.hospital import ROUNDS, STEPS, ask, cost
@@ -30,10 +32,14 @@ def test_an_account_says_what_is_spent_and_left(tmp_path: Path) -> None:
     account.begin(EVENT)
     text = " ".join(printed(file).split())
     assert f"epsilon {format_epsilon(account.epsilon)} of 4 at delta 1e-05" in text
-    assert f"left {4 - account.epsilon:.4g} steps 10" in text
+    rest = f"left {4 - account.epsilon:.4g}, enough for another step like the last one steps 10"
+    assert rest in text
     assert account.statement in text
     found: dict[str, Any] = json.loads(printed(file, "--json"))
     assert (found["epsilon"], found["target"], found["steps"]) == (account.epsilon, 4, 10)
+    longest = affordable_steps(replace(EVENT, steps=10_000), 1e-5, 4)
+    account.begin(replace(EVENT, steps=longest - 10))
+    assert ", too little for another step like the last one" in printed(file)
 
 
 @pytest.mark.promise("said")
@@ -45,8 +51,25 @@ def test_the_folder_of_a_silo_says_which_rounds_were_lost(tmp_path: Path) -> Non
     for given in (folder, folder / "account.json"):
         found = json.loads(printed(given, "--json"))
         assert (found["rounds"], found["lost_rounds"]) == (1, 1)
-        assert found["epsilon"] == cost(2 * STEPS)
-    assert ROUNDS > 2
+        assert (found["rounds_left"], found["epsilon"]) == (ROUNDS - 2, cost(2 * STEPS))
+    assert f", for {ROUNDS - 2} more rounds" in printed(folder)
+    account.begin(TrainingEvent(**{**vars(account.own[0]), "steps": (ROUNDS - 2) * STEPS}))
+    assert ": all rounds are taken" in printed(folder)
+
+
+def test_a_folder_without_an_account_is_said_to_be_what_it_is(tmp_path: Path) -> None:
+    silo, empty = tmp_path / "silo", tmp_path / "empty"
+    ask(silo, 1)
+    (silo / "account.json").unlink()
+    empty.mkdir()
+    for place, fault in (
+        (silo, "is the folder of a silo whose account.json is missing or cannot be read"),
+        (empty, "contains neither the report.json of a run nor the account.json of a silo"),
+        (tmp_path / "absent", "does not exist. Use a run folder"),
+    ):
+        done = CliRunner().invoke(app, ["account", str(place)])
+        assert done.exit_code == 2
+        assert fault in " ".join(done.output.split())
 
 
 def test_an_account_takes_no_flags_of_runs(tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def test_an_epsilon_is_rounded_up() -> None:
     assert " - " in shown([{**entry, "epsilon": None, "seeded": None}], 80)
 
 
+def test_a_narrow_terminal_cuts_nothing() -> None:
+    """The folder of a run is what the next command needs."""
+    entry = {**UNKNOWN, "folder": f"runs/{'long' * 12}", "state": "finished", "private": True}
+    entry |= {"epsilon": 1.5, "dataset": "digits", "optimizer": "dp-sgd", "delta": 1e-5}
+    entry |= {"seeded": False, "changed": "2026-11-27T00:00:00+00:00"}
+    for width in (80, 120):
+        lines = shown([entry], width).splitlines()
+        assert max(map(len, lines)) <= width
+        text = " ".join(" ".join(lines).split())
+        assert f"{entry['folder']} digits dp-sgd 1.5 at 1e-05 - finished 2026-11-27" in text
+
+
 def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     where = finish(train_plan(digits_config(steps=40), after(3))).folder
     assert [entry["state"] for entry in listed()] == ["interrupted"]

@@ -315,7 +315,7 @@ def test_a_batch_of_fixed_size_is_tried_at_that_size_alone(kind: str, size: int)
         result: Tensor = Odd(kind)(x)
         return result
 
-    fixed = unaffected(run, rows[0], 40, own=False)
+    fixed = unaffected(run, rows[0], 40, may_mix=False)
     sizes.clear()
     assert fixed(rows).shape == rows.shape
     assert sizes == {size}

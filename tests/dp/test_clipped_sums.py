@@ -168,7 +168,7 @@ def test_layers_that_cannot_be_clipped_are_refused(name: str) -> None:
 )
 def test_layers_whose_gradients_follow_from_their_calls(name: str, recorded: set[str]) -> None:
     case = SMALL[name]
-    assert PerSample(case.build(), numbers(*case.shape), loss=energy)._recorded == recorded
+    assert PerSample(case.build(), numbers(*case.shape), loss=energy).recorded == recorded
 
 
 @pytest.mark.promise("one")

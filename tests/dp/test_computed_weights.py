@@ -145,7 +145,7 @@ def test_sums_are_those_of_each_record_alone(
     model.double()(x)
     subject = Subject(model, x)
     assert subject.per_sample.vmapped
-    assert (subject.layers[0].name in subject.per_sample._recorded) == by_calls
+    assert (subject.layers[0].name in subject.per_sample.recorded) == by_calls
     assert_matches_oracle(subject, x, torch.arange(SAMPLES) % 3, kind)
 
 
@@ -167,5 +167,5 @@ def test_other_layers_keep_their_rules_beside_a_computed_weight() -> None:
         PositiveLinear(4, 4), Last(nn.GRU(4, 5, batch_first=True)), nn.Linear(5, 3)
     )
     subject = Subject(model.double(), x)
-    assert subject.per_sample._recorded == {"0", "1.part.ih_l0", "1.part.hh_l0", "2"}
+    assert subject.per_sample.recorded == {"0", "1.part.ih_l0", "1.part.hh_l0", "2"}
     assert_matches_oracle(subject, x, y, "ball")

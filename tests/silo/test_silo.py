@@ -5,11 +5,14 @@ import itertools
 import json
 import math
 import random
+import re
 import secrets
 import shutil
 import signal
 import stat
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import Account, InputError, Poisson, RandomAllocation, federation
+from dpmac_cli import (
+    Account,
+    InputError,
+    Poisson,
+    RandomAllocation,
+    TrainingEvent,
+    federation,
+    total_epsilon,
+)
 from dpmac_cli.randomness.keystream import STREAMS, Keys
 from dpmac_cli.silo import rounds
-from dpmac_cli.silo.silo import LOCKED, REFUSED, USED_UP, SiloError
+from dpmac_cli.silo.silo import LOCKED, REFUSED, USED_UP, Silo, SiloError
 from dpmac_cli.training import loading, private_program, private_step
+from dpmac_cli.training.step import Step
 from tests.silo.hospital import (
     BATCH,
     DELTA,
@@ -108,7 +120,7 @@ def test_a_lost_round_shortens_the_training(folder: Path) -> None:
         assert ask(folder, number).claim.begun == (number + 1) * STEPS
     with silo(folder) as opened:
         assert (opened.rounds_left, opened.epsilon) == (0, cost(ROUNDS * STEPS))
-        assert opened._rounds.lost(begun(folder)) == 1
+        assert opened._rounds.lost(opened._open.own) == 1
     with pytest.raises(SiloError, match=USED_UP):
         ask(folder, ROUNDS)
     assert begun(folder) == ROUNDS * STEPS
@@ -175,6 +187,117 @@ def test_moments_continue_from_round_to_round(folder: Path, tmp_path: Path) -> N
         assert step.taken == 2 * STEPS
         assert step._step is not None
         assert step._step.state.moments.m.abs().sum() > 0
+
+
+@pytest.mark.promise("silo")
+def test_a_silo_that_stays_open_trains_as_one_that_is_opened_for_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (private_program, private_step):
+        monkeypatch.setattr(module, "make_keys", same_noise)
+    weights = start()
+    with silo(tmp_path / "open") as opened:
+        for number in (1, 2, 3):
+            weights = dict(opened.round("run", number, weights).weights)
+        assert opened.epsilon == cost(3 * STEPS)
+    again = start()
+    for number in (1, 2, 3):
+        again = dict(ask(tmp_path / "each", number, again).weights)
+    assert all(again[name].equal(tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.promise("silo")
+def test_after_a_round_that_failed_a_silo_trains_from_its_last_reply(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = Draws(monkeypatch)
+    clip, clipped = Step._clip_and_sum, itertools.count(1)
+
+    def failing(self: Step, batch: Any) -> Tensor:
+        if next(clipped) == STEPS + 2:
+            raise ValueError("patient 7 is 203 years old")
+        return clip(self, batch)
+
+    monkeypatch.setattr(Step, "_clip_and_sum", failing)
+    with silo(folder) as opened:
+        opened.round("run", 1, start())
+        with pytest.raises(SiloError, match=REFUSED):
+            opened.round("run", 2, start())
+        assert opened._resumed(start()).taken == STEPS
+        assert opened.round("run", 2, start()).claim.begun == 3 * STEPS
+        assert opened.epsilon == cost(3 * STEPS)
+    pairs = itertools.combinations(draws.noise, 2)
+    assert not any(a.eq(b).any() for a, b in pairs)
+
+
+# Records that are used elsewhere, too.
+
+OTHER = TrainingEvent(1.0, 8.0, 1)
+
+
+def shared(folder: Path, account: Account, epsilon: float) -> Silo:
+    return silo(folder, account=account, epsilon=epsilon)
+
+
+@pytest.mark.promise("silo")
+def test_two_folders_of_the_same_records_share_an_account(folder: Path) -> None:
+    """Epsilon of each is of everything so far, and both end within it."""
+    account = Account.create(folder.parent / "records.json", delta=DELTA, epsilon=EPSILON)
+    other = folder.parent / "other"
+    with shared(folder, account, EPSILON / 2) as first:
+        for number in range(1, ROUNDS + 1):
+            reply = first.round("run", number, start())
+        assert reply.claim.begun == ROUNDS * STEPS
+        assert first.rounds_left == 0
+    assert EPSILON / 2 - 0.01 < account.epsilon <= EPSILON / 2
+    with shared(other, account, EPSILON) as second:
+        assert second.rounds_left == ROUNDS
+        for number in range(1, ROUNDS + 1):
+            reply = second.round("run", number, start())
+            events = account.own
+            assert len(events) == 2
+            assert reply.claim.epsilon == account.epsilon == total_epsilon(events, DELTA)
+            assert reply.claim.begun == number * STEPS
+        with pytest.raises(SiloError, match=USED_UP):
+            second.round("run", ROUNDS + 1, start())
+        assert second._rounds.lost(account.own) == 0
+    assert EPSILON - 0.01 < account.epsilon <= EPSILON
+    assert account.count == 2 * ROUNDS * STEPS
+
+
+@pytest.mark.promise("silo")
+def test_what_others_spend_of_a_shared_account_shortens_a_silo(folder: Path) -> None:
+    account = Account.create(folder.parent / "records.json", delta=DELTA, epsilon=2 * EPSILON)
+    with shared(folder, account, EPSILON) as opened:
+        opened.round("run", 1, start())
+        account.begin(replace(OTHER, steps=10))
+        replies = 0
+        with suppress(SiloError):
+            for number in range(2, ROUNDS + 1):
+                opened.round("run", number, start())
+                replies += 1
+        assert 0 < replies < ROUNDS - 1
+        with pytest.raises(SiloError, match=USED_UP):
+            opened.round("run", ROUNDS, start())
+        assert opened.epsilon == account.epsilon <= EPSILON
+
+
+@pytest.mark.promise("silo")
+def test_an_account_that_a_silo_cannot_share_is_refused(folder: Path) -> None:
+    path = folder.parent / "records.json"
+    account = Account.create(path, delta=DELTA, epsilon=EPSILON)
+    with pytest.raises(InputError, match="must be on disk"):
+        shared(folder, Account(delta=DELTA), EPSILON)
+    with shared(folder, account, EPSILON) as opened:
+        opened.round("run", 1, start())
+    with pytest.raises(InputError, match="begun with other settings: account"):
+        ask(folder, 2)
+    other = Account.create(folder.parent / "other.json", delta=DELTA, epsilon=EPSILON)
+    (folder / rounds.ACCOUNT).unlink()
+    (folder / rounds.ACCOUNT).symlink_to(other.path or "")
+    with pytest.raises(InputError, match="is another account than that of these records"):
+        shared(folder, account, EPSILON).__enter__()
+    assert (Account.open(path).count, other.count) == (STEPS, 0)
 
 
 # What is refused.
@@ -248,10 +371,18 @@ def test_a_second_process_is_refused(folder: Path) -> None:
     with silo(folder) as opened:
         assert run(second) == 0
         opened.round("run", 1, start())
-    closed = silo(folder)
-    with pytest.raises(SiloError, match=REFUSED):
-        closed.round("run", 2, start())
+    for closed in (silo(folder), opened):
+        with pytest.raises(SiloError, match=re.escape("with silo: silo.round(...)")):
+            closed.round("run", 2, start())
     assert run(ask, folder, 2) == 0
+
+
+@pytest.mark.parametrize("fact", ["name", "epsilon", "rounds_left", "statement"])
+def test_a_silo_that_is_not_open_says_how_to_open_it(folder: Path, fact: str) -> None:
+    closed = silo(folder)
+    with pytest.raises(SiloError, match="This silo is not open"):
+        getattr(closed, fact)
+    assert not folder.exists()
 
 
 @pytest.mark.promise("silo")

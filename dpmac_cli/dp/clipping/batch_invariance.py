@@ -41,11 +41,22 @@ MOST_SHARES = 12
 
 
 def fill_rows(batch: Batch, rows: int) -> Batch:
-    """Return a batch, filled up to at least ``rows`` rows with copies of the first."""
+    """Return a batch, filled up with copies of its first row.
+
+    Args:
+        batch: at least one row.
+        rows: number of rows that the result has at least.
+
+    Example:
+        >>> fill_rows(torch.tensor([1, 2]), 4)
+        tensor([1, 2, 1, 1])
+    """
 
     def filled(x: Tensor) -> Tensor:
-        filling = x[:1].expand(max(0, rows - len(x)), *x.shape[1:])
-        return torch.cat([x, filling]) if len(filling) else x
+        missing = rows - len(x)
+        if missing <= 0:
+            return x
+        return torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
 
     return map_rows(filled, batch)
 
@@ -56,17 +67,27 @@ def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
     Args:
         batch: tensors with a row for each place that counts, at least one.
         counted: bool, shape (places,).
+
+    Example:
+        >>> spread(torch.tensor([1, 2]), np.array([False, True, False, True]))
+        tensor([1, 1, 1, 2])
     """
     if counted.all():
         return batch
-    index = torch.from_numpy((counted.cumsum() - 1).clip(0))
+    row_at = (counted.cumsum() - 1).clip(0)
+    index = torch.from_numpy(row_at)
     return map_rows(lambda x: x[index.to(x.device, non_blocking=True)], batch)
 
 
 @contextmanager
 def fixed_numbers(theta: Tensor) -> Iterator[None]:
-    """Replace parameters by fixed random numbers, so that a trial is that of all weights."""
-    before, generator = theta.clone(), torch.Generator().manual_seed(0)
+    """Replace parameters by fixed random numbers, so that a trial is that of all weights.
+
+    Args:
+        theta: all parameters, shape (d,), which are restored at the end of the block.
+    """
+    before = theta.clone()
+    generator = torch.Generator().manual_seed(0)
     try:
         theta.copy_(0.1 * torch.randn(theta.shape, generator=generator))
         yield
@@ -75,7 +96,12 @@ def fixed_numbers(theta: Tensor) -> Iterator[None]:
 
 
 def rounded_up(rows: int, block: int = LEAST_ROWS) -> int:
-    """Return a number of rows, rounded up to a multiple of ``block``."""
+    """Return a number of rows, rounded up to a multiple of ``block``.
+
+    Example:
+        >>> rounded_up(17), rounded_up(32)
+        (32, 32)
+    """
     return -(-rows // block) * block
 
 
@@ -88,7 +114,8 @@ def rows_of(samples: int, chunk: int, block: int) -> int:
         block: divisor of the number of rows; 1 for any.
     """
     least = min(chunk, max(LEAST_ROWS, block))
-    return max(least, samples if chunk < block else rounded_up(samples, block))
+    rows = samples if chunk < block else rounded_up(samples, block)
+    return max(least, rows)
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
@@ -104,13 +131,16 @@ def chunks_alike(run: RunNetwork, base: Batch, chunk: int, block: int = 1) -> bo
     Args:
         run: runs the network on rows.
         base: rows to copy, shape (:data:`TRIED`, ...).
-        chunk, block: see :func:`rows_of`.
+        chunk: capacity of a chunk, see :func:`rows_of`.
+        block: divisor of the number of rows.
     """
     numbers = {rows_of(samples, chunk, block) for samples in some_numbers(chunk)}
     return _tried_alike(run, base, sorted(numbers, reverse=True))
 
 
 def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
+    """Return whether rows are alike on numbers that show the order of sums."""
+
     def showing_order(rows: Batch) -> Any:
         # Random numbers would differ by place.
         with Constant(), OrderOfSums():  # type: ignore[no-untyped-call]
@@ -120,7 +150,7 @@ def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
 
 
 def unaffected(
-    run: Callable[[Tensor], Tensor], like: Tensor, size: int, *, own: bool
+    run: Callable[[Tensor], Tensor], like: Tensor, size: int, *, may_mix: bool
 ) -> Callable[[Tensor], Tensor]:
     """Return a function of up to ``size`` rows, none of which changes or rounds another.
 
@@ -132,11 +162,14 @@ def unaffected(
         run: a network or a method of one, which maps rows to rows.
         like: a tensor with the shape of a row, its dtype and device.
         size: largest number of rows.
-        own: whether ``run`` may mix rows, so that it sees one at a time.
+        may_mix: whether ``run`` may mix rows, so that it sees one at a time; False for built-in
+            networks.
     """
-    drawn = torch.randn(TRIED, *like.shape, generator=torch.Generator().manual_seed(0))
-    each, alike = each_alone(copy.deepcopy(run)) if own else run, False
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(TRIED, *like.shape, generator=generator)
+    each = each_alone(copy.deepcopy(run)) if may_mix else run
     count = size if size < LEAST_ROWS else rounded_up(size)
+    alike = False
     try:
         with Elementwise() as elementwise:
             each(fill_rows(drawn.to(like), count)[:count])
@@ -145,24 +178,43 @@ def unaffected(
             count = rounded_up(count, shares * BLOCK)
         alike = shares <= MOST_SHARES and _tried_alike(each, drawn.to(like), [count])
     except Exception as failure:
-        if not own or out_of_memory(failure):
+        if not may_mix or out_of_memory(failure):
             raise  # vmap runs whatever is built in
-    if not alike:
-        return lambda rows: torch.cat(
-            [(copy.deepcopy(run) if own else run)(row) for row in torch.split(rows, 1)]
-        )
-    return lambda rows: each(fill_rows(rows, count))[: len(rows)]
+
+    def row_by_row(rows: Tensor) -> Tensor:
+        outputs = []
+        for row in torch.split(rows, 1):
+            run_alone = copy.deepcopy(run) if may_mix else run
+            outputs.append(run_alone(row))
+        return torch.cat(outputs)
+
+    def at_fixed_number(rows: Tensor) -> Tensor:
+        return each(fill_rows(rows, count))[: len(rows)]
+
+    return at_fixed_number if alike else row_by_row
 
 
 def some_numbers(chunk: int) -> list[int]:
     """Return numbers of rows to try, the largest first.
 
     They have all remainders by 4, are even and odd, and grow as thresholds in libraries do.
+
+    Args:
+        chunk: largest number of rows.
+
+    Example:
+        >>> some_numbers(64)
+        [64, 63, 50, 33, 32, 22, 21, 19, 17, 16]
     """
-    least = min(chunk, LEAST_ROWS)
-    sizes = {least, chunk, *(n for n in (17, 19, 22, 33, 50, 75) if n < chunk)}
-    sizes |= {max(least, n) for n in (chunk // 3, chunk // 2, chunk - 1)}
-    return sorted(sizes, reverse=True) if chunk >= LEAST_ROWS else [chunk]
+    if chunk < LEAST_ROWS:
+        return [chunk]
+    numbers = {LEAST_ROWS, chunk}
+    for number in (17, 19, 22, 33, 50, 75):
+        if number < chunk:
+            numbers.add(number)
+    for number in (chunk // 3, chunk // 2, chunk - 1):
+        numbers.add(max(LEAST_ROWS, number))
+    return sorted(numbers, reverse=True)
 
 
 @torch.no_grad()
@@ -171,18 +223,22 @@ def rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
 
     Large numbers are tried once, with the first rows; numbers in which most differences show, with
     others as well.
+
+    Args:
+        run: runs a network on rows.
+        base: rows to copy, shape (:data:`TRIED`, ...).
+        numbers: numbers of rows to try, the largest first.
     """
     few = [n for n in numbers if n <= 2 * LEAST_ROWS + 1] or numbers[-1:]
     trials = zip(range(0, TRIED, PERIOD), (numbers, *[few] * (TRIALS - 1)), strict=True)
-    for begin, some in trials:
-        rows, first = (
-            map_rows(itemgetter(slice(begin, begin + PERIOD)), base),
-            dict[tuple[int, int], Tensor](),
-        )
-        # A few rows are at several places, too.
-        moved = ((n, shift) for n in some for shift in range(PERIOD if n <= LEAST_ROWS else 1))
-        if not all(_alike(first, run, rows, *each) for each in moved):
-            return False
+    for begin, tried in trials:
+        rows = map_rows(itemgetter(slice(begin, begin + PERIOD)), base)
+        first = dict[tuple[int, int], Tensor]()
+        for number in tried:
+            shifts = PERIOD if number <= LEAST_ROWS else 1  # a few rows are at several places, too
+            for shift in range(shifts):
+                if not _alike(first, run, rows, number, shift):
+                    return False
     return True
 
 
@@ -193,9 +249,18 @@ def _alike(
     number: int,
     shift: int,
 ) -> bool:
-    """Run on a number of rows, moved by ``shift``; return whether results are the first ones."""
+    """Return whether results for equal rows are the first ones.
+
+    Args:
+        first: first result by number of the tensor and of the row; filled.
+        run: runs a network on rows.
+        base: :data:`PERIOD` different rows.
+        number: number of rows to run on: copies of these, in turn.
+        shift: number of places by which they are moved.
+    """
     same = True
-    for n, tensor in enumerate(tensors_in(run(map_rows(partial(_in_turn, number, shift), base)))):
+    results = run(map_rows(partial(_in_turn, number, shift), base))
+    for n, tensor in enumerate(tensors_in(results)):
         if tensor.ndim == 0 or len(tensor) == 0 or len(tensor) % number:
             continue  # it has no rows
         rows = tensor.detach().reshape(number, -1)
@@ -207,9 +272,13 @@ def _alike(
 
 
 def _in_turn(number: int, shift: int, base: Tensor) -> Tensor:
+    """Return a number of rows: those of ``base`` from the row ``shift`` on, again and again."""
     moved = base.roll(-shift, 0)
-    return moved.repeat(-(-number // len(base)), *[1] * (base.ndim - 1))[:number]
+    times = -(-number // len(base))
+    return moved.repeat(times, *[1] * (base.ndim - 1))[:number]
 
 
 def _equal(rows: Tensor, row: Tensor) -> bool:
-    return bool(((rows == row) | (rows.isnan() & row.isnan())).all())
+    """Return whether all rows are equal to one, bit for bit; NaN is equal to NaN."""
+    same = (rows == row) | (rows.isnan() & row.isnan())
+    return bool(same.all())

@@ -1,6 +1,7 @@
 """Batches: pytrees of tensors with one row per sample in the first dimension.
 
-A batch is a tensor, or any nesting of dicts, lists, tuples and named tuples of tensors.
+A batch is a tensor, or any nesting of dicts, lists, tuples and named tuples of tensors. The number
+of rows of a drawn batch is private; its structure, without values, is public.
 """
 
 from collections.abc import Callable
@@ -23,31 +24,54 @@ NOTHING: Batch = ()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument, a result or a batch."""
+    """Return the tensors of an argument, a result or a batch, in the order of the pytree.
+
+    Example:
+        >>> [tuple(t.shape) for t in tensors_in({"x": torch.zeros(2, 3), "name": "a"})]
+        [(2, 3)]
+    """
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def samples_in(batch: Batch) -> int:
     """Return the number of rows of a batch; 0 if it has no tensor."""
-    first = next(iter(tensors_in(batch)), None)
-    return 0 if first is None or first.ndim == 0 else len(first)
+    tensors = tensors_in(batch)
+    if not tensors or tensors[0].ndim == 0:
+        return 0
+    return len(tensors[0])
 
 
 def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return a batch with a function applied to every tensor."""
+    """Return a batch with a function applied to every tensor.
+
+    Example:
+        >>> map_rows(lambda t: t[:1], (torch.arange(3), {"y": torch.ones(3)}))
+        (tensor([0]), {'y': tensor([1.])})
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def by_row(batch: Batch, views: int) -> Batch:
-    """Return a batch of shape (samples, views, ...) with one row per view."""
+    """Return a batch with one row per view, shape (samples * views, ...).
+
+    Args:
+        batch: shape (samples, views, ...), or (samples, ...) for one view.
+        views: number of inputs per sample.
+    """
     return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
 
 
 def parts_by_name(batch: Batch) -> dict[str, Any]:
-    """Return what a batch consists of by its place, such as "batch['labels']"."""
-    return {f"batch{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(batch)[0]}
+    """Return the leaves of a batch by their place in it, for messages.
+
+    Example:
+        >>> parts_by_name({"labels": 3})
+        {"batch['labels']": 3}
+    """
+    leaves, _ = tree_flatten_with_path(batch)
+    return {f"batch{keystr(path)}": leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True)
@@ -61,13 +85,19 @@ class Structure:
             1 and 0, which are valid as classes, tokens, and masks of either meaning: every one of
             the first tensor, two or more of the others, so that no mask hides all of a kind.
         numbers: how the numbers of each tensor of numbers are made up, :data:`NORMAL` by default.
-        own: whether numbers keep their dtype where float64 is asked for.
+        keep_dtype: whether numbers keep their dtype where float64 is asked for.
+
+    Example:
+        >>> structure = Structure.of({"x": torch.ones(5, 3), "y": torch.zeros(5, dtype=torch.long)})
+        >>> made_up = structure.made_up(samples=2)
+        >>> made_up["x"].shape, made_up["y"]
+        (torch.Size([2, 3]), tensor([1, 0]))
     """
 
     template: Batch
     keep: bool = False
     numbers: tuple[str, ...] = ()
-    own: bool = False
+    keep_dtype: bool = False
 
     @staticmethod
     def of(batch: Batch) -> "Structure":
@@ -75,55 +105,83 @@ class Structure:
         return Structure(map_rows(lambda t: t.new_zeros((1, *t.shape[1:])), batch))
 
     def made_up(self, samples: int, *, double: bool = False) -> Batch:
-        """Return a fixed batch of random rows; with ``double``, numbers are in float64."""
-        generator, turns, kinds = torch.Generator().manual_seed(0), count(1), iter(self.numbers)
+        """Return a fixed batch of random rows, the same in each call.
 
-        def rows(like: Tensor) -> Tensor:
+        Args:
+            samples: number of rows.
+            double: whether numbers are in float64.
+        """
+        generator = torch.Generator().manual_seed(0)
+        turns = count(1)
+        kinds = iter(self.numbers)
+
+        def numbers(like: Tensor) -> Tensor:
+            """Return rows of numbers."""
+            kind = next(kinds, NORMAL)
+            dtype = torch.float64 if double and not self.keep_dtype else like.dtype
+            if kind == PUBLIC:
+                return _repeated_rows(like, samples).to(dtype)
             shape = (samples, *like.shape[1:])
-            numbers = like.is_floating_point()
-            kind = next(kinds, NORMAL) if numbers else PUBLIC
-            dtype = torch.float64 if numbers and double and not self.own else like.dtype
-            if numbers and kind != PUBLIC:
-                drawn = torch.float64 if dtype == torch.float64 else torch.float32
-                draw = torch.randn if kind == NORMAL else torch.rand
-                return draw(shape, generator=generator, dtype=drawn).to(like.device, dtype)
-            if numbers or self.keep:
-                return like[torch.arange(samples, device=like.device) % len(like)].to(dtype)
+            drawn_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            draw = torch.randn if kind == NORMAL else torch.rand
+            return draw(shape, generator=generator, dtype=drawn_dtype).to(like.device, dtype)
+
+        def integers(like: Tensor) -> Tensor:
+            """Return rows of integers or truth values, which alternate between 1 and 0."""
+            if self.keep:
+                return _repeated_rows(like, samples)
+            shape = (samples, *like.shape[1:])
             width = max(shape[-1], 1)
             places = torch.arange(samples * like[:1].numel()) % width
-            times = min(next(turns), max(1, width // 2))
-            alternating: Tensor = (1 - places // times % 2).view(shape).to(like)
-            return alternating
+            times = min(next(turns), max(1, width // 2))  # 1, 0, 1, 0; then 1, 1, 0, 0
+            alternating: Tensor = 1 - places // times % 2
+            return alternating.view(shape).to(like)
+
+        def rows(like: Tensor) -> Tensor:
+            return numbers(like) if like.is_floating_point() else integers(like)
 
         return map_rows(rows, self.template)
 
     def to(self, device: torch.device) -> "Structure":
         """Return the structure on another device."""
-        return replace(self, template=map_rows(lambda t: t.to(device), self.template))
+        template = map_rows(lambda t: t.to(device), self.template)
+        return replace(self, template=template)
 
     def __str__(self) -> str:
-        return shapes_of(self.template)
+        """Return the shapes of a sample, for messages: "(1, 28, 28)", or one for each tensor."""
+        return ", ".join(str(tuple(t.shape[1:])) for t in tensors_in(self.template))
 
 
-def shapes_of(batch: Batch) -> str:
-    """Return the shapes of a sample, for messages: "(1, 28, 28)", or one for each tensor."""
-    shapes = [tuple(t.shape[1:]) for t in tensors_in(batch)]
-    return ", ".join(map(str, shapes))
+def _repeated_rows(rows: Tensor, samples: int) -> Tensor:
+    """Return as many rows as there are samples, from the first to the last and again."""
+    index = torch.arange(samples, device=rows.device) % len(rows)
+    return rows[index]
 
 
 def check_rows(batch: Batch, structure: Structure | None) -> None:
     """Reject a batch that is not tensors with the same number of rows, as in the structure.
 
     A tensor with one row for all records would give each of them what was computed from others, and
-    a network was only validated on records of one structure. Raises InputError.
+    a network was only validated on records of one structure.
+
+    Args:
+        batch: a batch of a program.
+        structure: structure that was validated; None for any.
+
+    Raises:
+        InputError: names the parts of the batch that cannot be used.
     """
     parts = parts_by_name(batch)
-    errors = [
-        f"{name} is a {type(part).__name__}, not a tensor. Use dicts, lists or tuples of tensors."
-        for name, part in parts.items()
-        if not isinstance(part, Tensor) or part.ndim == 0
-    ]
-    raise_errors(errors or ([] if parts else ["The batch contains no tensor."]))
+    errors = []
+    for name, part in parts.items():
+        if not isinstance(part, Tensor) or part.ndim == 0:
+            kind = type(part).__name__
+            errors.append(
+                f"{name} is a {kind}, not a tensor. Use dicts, lists or tuples of tensors."
+            )
+    if not parts:
+        errors.append("The batch contains no tensor.")
+    raise_errors(errors)
     rows = {len(part) for part in parts.values()}
     if len(rows) > 1:
         raise InputError(
@@ -138,4 +196,8 @@ def check_rows(batch: Batch, structure: Structure | None) -> None:
 
 
 def _form(batch: Batch) -> dict[str, tuple[Any, ...]]:
-    return {name: (*t.shape[1:], t.dtype, t.device) for name, t in parts_by_name(batch).items()}
+    """Return shape of a row, dtype and device of each part."""
+    form: dict[str, tuple[Any, ...]] = {}
+    for name, t in parts_by_name(batch).items():
+        form[name] = (*t.shape[1:], t.dtype, t.device)
+    return form

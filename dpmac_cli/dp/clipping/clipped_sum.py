@@ -1,5 +1,13 @@
 """Sums of clipped, centred per-sample gradients, with margins for rounding.
 
+Lines 4 to 8 of Algorithm 1, for the ellipsoid with centre m = m-hat_(t-1) and scale b = b_(t-1):
+
+    g_i = grad of loss(theta; x_i, y_i)                       line 5
+    w_i = (g_i - m) / b                                       line 6
+    w-bar_i = w_i / max(1, ||w_i||)                           line 7
+
+The sum is kept in gradient space: b w-bar_i = c_i (g_i - m) with c_i = min(1, 1 / ||w_i||).
+
 Rounding affects privacy: if a computed norm is too small, a sample contributes more than 1. Samples
 are clipped by norm plus error bound. A chunk in which terms cancel too much is computed in float64.
 """
@@ -47,15 +55,19 @@ class ClippedChunkSum:
         batch: expected number B of samples in a step; by default one chunk.
 
     Attributes:
+        layers: layers of the network.
+        views: number of inputs per sample.
         cut: number of samples so far whose weight was outside [0, 1], int64, (). Private.
     """
 
     def __init__(
         self, per_sample: PerSample, capacity: int = 1024, batch: float | None = None
     ) -> None:
-        self._per_sample, self.layers = per_sample, per_sample.layers
+        self._per_sample = per_sample
+        self.layers = per_sample.layers
         self.views = per_sample.views
-        self._capacity, self._batch = capacity, batch
+        self._capacity = capacity
+        self._batch = batch
         self._limit = clip_limit(max(capacity, batch or 0))
         first = next(iter(self.layers[0].parameters.values()))
         self.cut = torch.zeros((), dtype=torch.long, device=first.device)
@@ -65,10 +77,12 @@ class ClippedChunkSum:
     ) -> None:
         """Write the sum of w_i c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
-        A sample whose gradient or norm is not finite adds exactly zero.
+        Here w_i is the weight of sample i, in [0, 1]. A sample whose gradient or norm is not finite
+        adds exactly zero.
 
         Args:
-            x, y: at least one input with its label: see :class:`.PerSample`.
+            x: inputs, at least one: see :class:`.PerSample`.
+            y: labels of the inputs.
             metric: metric of the ellipsoid to clip to.
             out: result, shape (d,).
             counted: rows that count, bool, shape (rows,), if the others only fill the batch.
@@ -88,7 +102,12 @@ class ClippedChunkSum:
 
     @staticmethod
     def all_of(x: Batch, out: Tensor) -> Tensor:
-        """Return that all rows of a chunk count; bool, shape (rows,)."""
+        """Return the mask of a chunk whose rows all count, bool, shape (rows,).
+
+        Args:
+            x: inputs of the chunk.
+            out: a tensor on the device of the mask.
+        """
         return torch.ones(samples_in(x), dtype=torch.bool, device=out.device)
 
     def sum_up(
@@ -99,9 +118,20 @@ class ClippedChunkSum:
         counted: Tensor,
         out: Tensor,
     ) -> Tensor:
-        """Write the sum of the samples that count; return whether float64 is needed, bool, ().
+        """Write the sum of the samples that count, in float32.
 
-        Nothing in it waits for a device, or has a shape that depends on values.
+        Nothing in it waits for a device, or has a shape that depends on values, so that it can be
+        recorded and replayed on a GPU.
+
+        Args:
+            gradients: layers with the gradients of a chunk.
+            weights: weights of its samples.
+            metric: metric of the ellipsoid to clip to.
+            counted: rows that count, bool, shape (rows,).
+            out: result, shape (d,).
+
+        Returns:
+            Whether float64 is needed: see :meth:`sum_up_precisely`; bool, shape ().
         """
         squared, doubtful = self.norms(gradients, metric, counted)
         self._add_up(gradients, squared, weights, metric.region, counted, out)
@@ -116,7 +146,10 @@ class ClippedChunkSum:
         counted: Tensor,
         out: Tensor,
     ) -> None:
-        """Write the sum of the samples that count, in float64."""
+        """Write the sum of the samples that count, computed in float64 and rounded once.
+
+        Arguments are those of :meth:`sum_up`.
+        """
         self.cut.add_((weights.cut & counted).sum())
         gradients, squared = self.precise_norms(gradients, metric)
         total = torch.empty_like(out, dtype=torch.float64)
@@ -132,35 +165,69 @@ class ClippedChunkSum:
         counted: Tensor,
         out: Tensor,
     ) -> None:
+        """Write the sum for given norms."""
         c, valid = clip_weights(squared, self._limit)
         c = torch.where(counted, c * weights.value, 0)  # after clipping: w c (g - m)
-        total, c, kept = c.sum(), c.to(out.dtype), self._mask(valid)
+        total = c.sum()
+        c = c.to(out.dtype)
+        finite = self._mask(valid)
         for layer, form in gradients:
-            form.weighted_sum(c, kept, out[layer.start : layer.stop])
+            of_layer = out[layer.start : layer.stop]
+            form.weighted_sum(c, finite, of_layer)
         if not region.is_ball:
             out.addcmul_(region.centre.to(out.dtype), -total.to(out.dtype))
 
     def _mask(self, valid: Tensor) -> Mask:
-        """Return the mask of samples to keep, None if there is no other."""
-        return None if bool(valid.all()) else valid
+        """Return the mask of samples with finite norms; None if all are finite."""
+        if bool(valid.all()):
+            return None
+        return valid
 
     def gradients(self, x: Batch, y: Batch, *, ball: bool) -> tuple[ByLayer, Weights]:
-        """Return every layer's per-sample gradients, for a ball or an ellipsoid, and weights."""
-        _, weights, by_layer = self._per_sample(x, y)
-        pairs = zip(self.layers, by_layer, strict=True)
-        return [(layer, choose_form(layer, uses, ball=ball)) for layer, uses in pairs], weights
+        """Compute the gradients of a chunk: line 5.
+
+        Args:
+            x: inputs: see :class:`.PerSample`.
+            y: labels of the inputs.
+            ball: whether norms will be those in a ball.
+
+        Returns:
+            Every layer with its per-sample gradients, and the weights of the samples.
+        """
+        _, weights, uses_by_layer = self._per_sample(x, y)
+        gradients = []
+        for layer, uses in zip(self.layers, uses_by_layer, strict=True):
+            gradients.append((layer, choose_form(layer, uses, ball=ball)))
+        return gradients, weights
 
     def weights(self, squares: Tensor) -> Tensor:
-        """Return c_i for squared norms without rounding, float64, shape (samples,)."""
+        """Return c_i for squared norms without rounding, float64, shape (samples,).
+
+        Args:
+            squares: ||w_i||^2, float64, shape (samples,).
+        """
         nothing = torch.zeros_like(squares)
-        return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
+        exact = SquaredNorms(squares, slack=nothing, reach=nothing)
+        c, _ = clip_weights(exact, self._limit)
+        return c
 
     def norms(
         self, gradients: ByLayer, metric: RegionMetric, counted: Tensor
     ) -> tuple[SquaredNorms, Tensor]:
-        """Return squared norms, and whether float32 may not do for one that counts, or the sum."""
+        """Return ||w_i||^2 of line 7, and whether float32 may not do.
+
+        Args:
+            gradients: layers with the gradients of a chunk.
+            metric: metric of the ellipsoid.
+            counted: rows that count, bool, shape (rows,).
+
+        Returns:
+            Squared norms of all rows; and whether the bound on rounding is too large for a norm of
+            one that counts, or for their sum; bool, shape ().
+        """
         squared = total_squared_norms(gradients, metric)
-        c = torch.where(counted, clip_weights(squared, self._limit)[0], 0)
+        c, _ = clip_weights(squared, self._limit)
+        c = torch.where(counted, c, 0)
         doubtful = (self._share(squared) > 0).any() | (c * squared.reach.sqrt() > REACH).any()
         if not metric.region.is_ball:
             most = cancellation_limit(1, self._batch or len(counted)) * counted.sum()
@@ -173,16 +240,25 @@ class ClippedChunkSum:
         """Return gradients in float64, and squared norms.
 
         The norm of a sample changes only if it needs that itself, so that none changes the others'.
+
+        Args:
+            gradients: layers with the gradients of a chunk.
+            metric: metric of the ellipsoid.
         """
         squared = total_squared_norms(gradients, metric)
         share = self._share(squared)
         gradients = [(layer, form.double()) for layer, form in gradients]
         exact = total_squared_norms(gradients, RegionMetric(metric.region, torch.float64))
-        value, slack, reach = (
-            torch.where(share == 1, fine, rough + share * (fine - rough))
-            for rough, fine in zip(vars(squared).values(), vars(exact).values(), strict=True)
+
+        def mixed(rough: Tensor, fine: Tensor) -> Tensor:
+            return torch.where(share == 1, fine, rough + share * (fine - rough))
+
+        norms = SquaredNorms(
+            value=mixed(squared.value, exact.value),
+            slack=mixed(squared.slack, exact.slack),
+            reach=mixed(squared.reach, exact.reach),
         )
-        return gradients, SquaredNorms(value, slack, reach)
+        return gradients, norms
 
     def _share(self, squared: SquaredNorms) -> Tensor:
         """Return the share of the precise norm in that of each sample, from 0 to 1.
@@ -190,9 +266,12 @@ class ClippedChunkSum:
         It grows where slack begins to matter: at a jump, a last bit, which may depend on the other
         rows, would decide. Samples that are not clipped do not need it.
         """
-        upper, value = squared.value + squared.slack, squared.value.clamp(min=0)
+        upper = squared.value + squared.slack
+        value = squared.value.clamp(min=0)
         share = (squared.slack / (SLACK_SHARE * value) - 1).clamp(0, 1)
-        return torch.where(upper.isfinite(), share, 1.0).masked_fill_(upper <= self._limit**2, 0)
+        share = torch.where(upper.isfinite(), share, 1.0)
+        not_clipped = upper <= self._limit**2
+        return share.masked_fill_(not_clipped, 0)
 
 
 def clip_limit(samples: float) -> float:
@@ -200,6 +279,13 @@ def clip_limit(samples: float) -> float:
 
     The difference covers the rounding of float32 sums. It grows with the number of terms, in one
     or several chunks, because removing a record moves all others to other places in their chunks.
+
+    Args:
+        samples: expected number of samples in a step, or the capacity of a chunk if it is larger.
+
+    Example:
+        >>> clip_limit(256) == clip_limit(1024) > clip_limit(4096) > 0.99
+        True
     """
     return 1 / (1 + ROOM * max(1.0, samples / FEW))
 
@@ -207,19 +293,36 @@ def clip_limit(samples: float) -> float:
 def most_samples(batch: float) -> float:
     """Return the largest number of samples in a step for which margins for rounding were chosen.
 
-    Batches of expected size ``batch`` are larger with a probability below e^-70, drawn by any
-    sampler.
+    A batch that a sampler draws is larger with a probability below e^-70.
+
+    Args:
+        batch: expected size B of a batch.
+
+    Example:
+        >>> most_samples(100)
+        250.0
     """
     return batch + 12 * sqrt(batch) + 30
 
 
 def cancellation_limit(samples: int, batch: float) -> float:
-    """Return a chunk's share of :data:`CANCELLATION_LIMIT`; ``batch`` is the expected size."""
+    """Return a chunk's share of :data:`CANCELLATION_LIMIT`.
+
+    Args:
+        samples: number of samples in the chunk.
+        batch: expected number B of samples in a step.
+    """
     return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / max(batch, SMALL)
 
 
 def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
     """Return c_i = min(1, limit / ||w_i||) for the largest ||w_i|| within the rounding bound.
+
+    Line 7 of Algorithm 1, with ``limit`` instead of 1.
+
+    Args:
+        squared: ||w_i||^2 with bounds.
+        limit: norm to clip to, see :func:`clip_limit`.
 
     Returns:
         c, less near :data:`LEAST_WEIGHT`, float64, shape (samples,), 0 where the norm is not

@@ -4,12 +4,16 @@ Such a layer is a subclass of torch's with a ``forward`` of its own, which calls
 convolution with a weight that is a function of its parameters. With w(theta) the computed weight
 and J its Jacobian, which is public, the gradient of a sample is J^T g: g is the gradient w.r.t. the
 computed weight, by the rule of the plain layer. Weights that depend on a record have no such form.
+
+The weights of each call are noted while the network runs under vmap, with their graph to the
+parameters; J^T g is then one batched call of ``torch.autograd.grad``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,28 +23,53 @@ from torch.nn import functional
 from dpmac_cli.dp.clipping.projections import replaced
 
 #: Plain layers by the name of their function.
-PLAIN: Mapping[str, type[nn.Module]] = {
-    "linear": nn.Linear,
-    **{f"conv{n}d": kind for n, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)},
-}
+PLAIN: Mapping[str, type[nn.Module]] = MappingProxyType(
+    {
+        "linear": nn.Linear,
+        "conv1d": nn.Conv1d,
+        "conv2d": nn.Conv2d,
+        "conv3d": nn.Conv3d,
+    }
+)
+#: Arguments of a convolution after its bias.
+OPTIONS = ("stride", "padding", "dilation", "groups")
+#: Reason why a network with such a layer has no rule for it.
 WEIGHTS_OF_RECORDS = "a layer computes its weight from the record."
 
 
 def computes_weights(module: nn.Module) -> bool:
-    """Return whether a module may be a layer that computes its weight."""
+    """Return whether a module may be a layer that computes its weight: a subclass of a plain one.
+
+    Example:
+        >>> class Scaled(nn.Linear):
+        ...     def forward(self, x):
+        ...         return functional.linear(x, 2 * self.weight, self.bias)
+        >>> computes_weights(Scaled(3, 2)), computes_weights(nn.Linear(3, 2))
+        (True, False)
+    """
     kinds = tuple(PLAIN.values())
-    own = isinstance(module, kinds) and type(module) not in kinds
-    return own and "forward" not in vars(module) and not list(module.children())
+    if not isinstance(module, kinds) or type(module) in kinds:
+        return False
+    return "forward" not in vars(module) and not list(module.children())
 
 
 def with_graph(model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Return the parameters of a network that weights are computed from, with a graph.
 
-    It is {} if none of the modules computes weights.
+    Args:
+        model: the network.
+        modules: modules of its layers; the result is {} if none of them computes weights.
     """
-    computing = {id(p) for m in modules if computes_weights(m) for p in m.parameters()}
-    named = model.named_parameters() if computing else ()
-    return {name: p.detach().requires_grad_() for name, p in named if id(p) in computing}
+    computing = set[int]()
+    for module in modules:
+        if computes_weights(module):
+            computing.update(map(id, module.parameters()))
+    parameters: dict[str, Tensor] = {}
+    if computing:
+        for name, p in model.named_parameters():
+            if id(p) in computing:
+                parameters[name] = p.detach().requires_grad_()
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -66,25 +95,31 @@ class Computed:
         return all(self.weights.get(name) is self.parameters[name] for name in names)
 
     def gradients(self, by_weight: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients w.r.t. the parameters, given those w.r.t. the weights.
+        """Return gradients w.r.t. the parameters, J^T g, by name; (samples, ...) each.
 
-        Both have shape (samples, ...).
+        Args:
+            by_weight: gradients w.r.t. the weights, g, by name; (samples, ...) each.
         """
-        used = {name: t for name, t in self.weights.items() if t.requires_grad}
-        g = [by_weight[name].view(-1, *t.shape) for name, t in used.items()]
-        found = torch.autograd.grad(
-            [*used.values()],
-            [*self.parameters.values()],
-            g,
+        weights = []
+        grad_weights = []
+        for name, weight in self.weights.items():
+            if weight.requires_grad:
+                weights.append(weight)
+                grad_weights.append(by_weight[name].view(-1, *weight.shape))
+        grad_parameters = torch.autograd.grad(
+            weights,
+            list(self.parameters.values()),
+            grad_weights,
             retain_graph=True,
             allow_unused=True,
             is_grads_batched=True,
         )
-        pairs = zip(self.parameters.items(), found, strict=True)
-        return {
-            name: p.new_zeros(len(g[0]), *p.shape) if part is None else part
-            for (name, p), part in pairs
-        }
+        samples = len(grad_weights[0])
+        gradients = {}
+        for (name, p), grad_p in zip(self.parameters.items(), grad_parameters, strict=True):
+            # None for a parameter that no weight is computed from.
+            gradients[name] = p.new_zeros(samples, *p.shape) if grad_p is None else grad_p
+        return gradients
 
 
 #: Returns the output of a call, given the weights that it computed, its input and its output.
@@ -93,34 +128,43 @@ Tap = Callable[[Computed, Tensor, Tensor], Tensor]
 
 @contextmanager
 def weights_noted(modules: Collection[nn.Module], tap: Tap) -> Iterator[None]:
-    """Call ``tap`` in each call of a function of :data:`PLAIN` by one of the modules."""
-    within = list[nn.Module]()
+    """Call ``tap`` in each call of a function of :data:`PLAIN` by one of the modules.
+
+    Args:
+        modules: layers that compute their weights, see :func:`computes_weights`.
+        tap: gets the weights of the call, its input and its output, and returns an output.
+    """
+    if not modules:
+        yield
+        return
+    running = list[nn.Module]()  # the modules whose forward runs now, the innermost last
     with ExitStack() as stack:
         for module in modules:
-            vars(module)["forward"] = partial(_called_within, within, module, module.forward)
+            vars(module)["forward"] = partial(_run_forward, running, module, module.forward)
             stack.callback(vars(module).pop, "forward")
-        for name in PLAIN if modules else ():
-            function = partial(_noted, within, tap, name, getattr(functional, name))
+        for name in PLAIN:
+            function = partial(_noted, running, tap, name, getattr(functional, name))
             stack.enter_context(replaced(functional, name, function))
         yield
 
 
-def _called_within(
-    within: list[nn.Module],
+def _run_forward(
+    running: list[nn.Module],
     module: nn.Module,
     forward: Callable[..., Any],
     *args: Any,
     **named: Any,
 ) -> Any:
-    within.append(module)
+    """Call a module's forward, and note that it runs."""
+    running.append(module)
     try:
         return forward(*args, **named)
     finally:
-        within.pop()
+        running.pop()
 
 
 def _noted(
-    within: list[nn.Module],
+    running: list[nn.Module],
     tap: Tap,
     name: str,
     function: Callable[..., Tensor],
@@ -130,17 +174,25 @@ def _noted(
     *args: Any,
     **named: Any,
 ) -> Tensor:
-    if not within or not torch.is_grad_enabled():
+    """Compute a function of :data:`PLAIN`, and tap its output if a module of ours calls it.
+
+    The product is computed with weights without their graph, because gradients w.r.t. them follow
+    from the tap.
+    """
+    if not running or not torch.is_grad_enabled():
         return function(x, weight, bias, *args, **named)
-    given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    weights = {key: _without_levels(t) for key, t in given.items()}
+    weights = {"weight": _without_levels(weight)}
+    if bias is not None:
+        weights["bias"] = _without_levels(bias)
     values = {key: t.detach() for key, t in weights.items()}
     out = function(x, values["weight"], values.get("bias"), *args, **named)
-    options = tuple(zip(("stride", "padding", "dilation", "groups"), args, strict=False))
+    options = zip(OPTIONS, args, strict=False)
     plain = _plain(name, tuple(weight.shape), bias is not None, (*options, *named.items()))
-    module = within[-1]
-    trained = module.named_parameters(recurse=False)
-    parameters = {key: p for key, p in trained if p.requires_grad}
+    module = running[-1]
+    parameters = {}
+    for key, p in module.named_parameters(recurse=False):
+        if p.requires_grad:
+            parameters[key] = p
     return tap(Computed(module, plain, weights, parameters), x, out)
 
 
@@ -158,11 +210,19 @@ def _without_levels(weight: Tensor) -> Tensor:
 def _plain(
     name: str, shape: tuple[int, ...], bias: bool, options: tuple[tuple[str, Any], ...]
 ) -> nn.Module:
-    """Return a plain layer without values."""
+    """Return a plain layer without values.
+
+    Args:
+        name: key of :data:`PLAIN`.
+        shape: shape of the weight.
+        bias: whether it has a bias.
+        options: arguments of a convolution by name, such as ("stride", 2).
+    """
+    outputs, inputs, *kernel = shape
     if name == "linear":
-        return nn.Linear(shape[1], shape[0], bias=bias, device="meta")
-    named = dict(options)
-    inputs = shape[1] * named.get("groups", 1)
+        return nn.Linear(inputs, outputs, bias=bias, device="meta")
+    arguments = dict(options)
+    channels = inputs * arguments.get("groups", 1)
     kind: Any = PLAIN[name]
-    layer: nn.Module = kind(inputs, shape[0], shape[2:], bias=bias, device="meta", **named)
+    layer: nn.Module = kind(channels, outputs, kernel, bias=bias, device="meta", **arguments)
     return layer

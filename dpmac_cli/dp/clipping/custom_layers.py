@@ -1,4 +1,8 @@
-"""Custom layers whose per-sample gradients :mod:`dpmac_cli.dp.clipping.ghost_clipping` supports."""
+"""Custom layers that have rules for their per-sample gradients.
+
+They are layers of the built-in networks, and the replacement of a batch norm. The rules are in
+:mod:`dpmac_cli.dp.clipping.layer_rules`.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,12 @@ class StandardisedConv2d(nn.Conv2d):
 
     Weight standardisation with a learnt gain (Qiao et al. 2019, arXiv 1903.10520; in this form
     Brock et al. 2021, arXiv 2101.08692), as used for private training by De et al. 2022.
+
+    Args:
+        inputs: number of channels of the input.
+        outputs: number of channels of the output.
+        kernel: size of the kernel.
+        options: those of ``torch.nn.Conv2d``, such as ``stride``.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, **options: Any) -> None:
@@ -25,7 +35,14 @@ class StandardisedConv2d(nn.Conv2d):
         self.gain = nn.Parameter(torch.ones(outputs))
 
     def standardised(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return z / ||z|| for z = W - mean by row, (out, fan-in), and 1 / ||z||, (out, 1)."""
+        """Return the direction and the scale of each output's weights.
+
+        Args:
+            dtype: type to compute in; None for that of the weights.
+
+        Returns:
+            z / ||z|| for z = W - mean, shape (out, fan-in), and 1 / ||z||, shape (out, 1).
+        """
         flat = self.weight.flatten(1).to(dtype or self.weight.dtype)
         centred = flat - flat.mean(1, keepdim=True)
         square = centred.square().sum(1, keepdim=True)
@@ -36,7 +53,15 @@ class StandardisedConv2d(nn.Conv2d):
         """Return the convolution of x, shape (samples, in, height, width), with W-hat."""
         direction, _ = self.standardised()
         weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
-        return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return conv2d(
+            x,
+            weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
 
 
 class Lookups(nn.Embedding):
@@ -46,6 +71,11 @@ class Lookups(nn.Embedding):
         columns: number of columns.
         places: number of values of each.
         width: numbers of a vector.
+
+    Example:
+        >>> lookups = Lookups(columns=2, places=5, width=3)
+        >>> lookups.rows(torch.tensor([[0.0, 4.0]]))  # the second column begins at row 5
+        tensor([[0, 9]])
     """
 
     def __init__(self, columns: int, places: int, width: int) -> None:
@@ -53,9 +83,15 @@ class Lookups(nn.Embedding):
         self.columns, self.places = columns, places
 
     def rows(self, places: Tensor) -> Tensor:
-        """Return the rows of places, which are numbers, in their shape (samples, columns)."""
-        first = torch.arange(self.columns, device=places.device) * self.places
-        return places.nan_to_num(0.0).clamp(0, self.places - 1).long() + first
+        """Return the rows of the table that places are at.
+
+        Args:
+            places: value of each column, a number, shape (samples, columns). NaN is the first
+                value, and numbers outside of the range are the nearest one.
+        """
+        first_rows = torch.arange(self.columns, device=places.device) * self.places
+        values = places.nan_to_num(0.0).clamp(0, self.places - 1).long()
+        return values + first_rows
 
     def reset_parameters(self) -> None:
         """Begin at zero."""
@@ -81,8 +117,13 @@ class LinearWithPlaces(nn.Module):
         self.lookups = Lookups(columns, places, outputs)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of both parts of x, shape (samples, inputs): numbers, and rows."""
-        numbers, places = x[:, : -self.columns], x[:, -self.columns :]
+        """Return the inputs of both parts: numbers, and rows of the lookups.
+
+        Args:
+            x: shape (samples, inputs).
+        """
+        numbers = x[:, : -self.columns]
+        places = x[:, -self.columns :]
         if not numbers.shape[1]:
             numbers = torch.zeros_like(x[:, :1])
         return numbers, self.lookups.rows(places)
@@ -94,7 +135,12 @@ class LinearWithPlaces(nn.Module):
 
 
 def joined(outputs: Tensor, vectors: Tensor) -> Tensor:
-    """Return the outputs of a layer from those of its numbers and of its places."""
+    """Return the outputs of a :class:`LinearWithPlaces` from those of its parts.
+
+    Args:
+        outputs: outputs of its numbers, shape (samples, outputs).
+        vectors: vectors of its places, shape (samples, columns, outputs).
+    """
     return outputs + vectors.sum(1)
 
 
@@ -102,8 +148,13 @@ class ConstantNorm(nn.Module):
     """Batch norm with constants: scale (x - mean) / sqrt(var + eps) + shift per channel.
 
     Each sample is normalised with statistics of public data, so no sample depends on others.
-    Parameters and buffers are those of a batch norm, ``norm``, under the same names. Raises
-    ModelError, with ``name`` as the layer's name, if ``norm`` has no running statistics.
+
+    Args:
+        norm: a batch norm, whose parameters and buffers this module has, under the same names.
+        name: name of the layer, for messages.
+
+    Raises:
+        ModelError: ``norm`` has no running statistics.
     """
 
     def __init__(self, norm: Any, name: str) -> None:
@@ -127,37 +178,54 @@ class ConstantNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for x, shape (samples, channels, ...)."""
         mean, scale = self._constants(x)
-        weight, bias = (self._parameters[name] for name in ("weight", "bias"))
+        weight = self._parameters["weight"]
+        bias = self._parameters["bias"]
         if weight is None or bias is None:
             return (x - mean) * scale
         gain = scale * weight.view_as(mean)
-        return torch.addcmul(bias.view_as(mean) - mean * gain, x, gain)
+        shift = bias.view_as(mean) - mean * gain
+        return torch.addcmul(shift, x, gain)
 
     def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and 1 / sqrt(var + eps), (channels, 1, ...), in the dtype of x."""
         shape = (-1, *[1] * (x.ndim - 2))
-        mean, var = (self.get_buffer(f"running_{name}").to(x.dtype) for name in ("mean", "var"))
-        return mean.view(shape), (var + self.eps).rsqrt().view(shape)
+        mean = self.get_buffer("running_mean").to(x.dtype)
+        var = self.get_buffer("running_var").to(x.dtype)
+        scale = (var + self.eps).rsqrt()
+        return mean.view(shape), scale.view(shape)
 
 
 @dataclass(frozen=True)
 class Standardisation:
     """Linear map from gradients w.r.t. W-hat to those w.r.t. a StandardisedConv2d's parameters.
 
-    W-hat = gain z / ||z|| with z = W - mean, row by row.
+    W-hat = gain z / ||z|| with z = W - mean, row by row. With u = z / ||z|| and the gradient g
+    w.r.t. W-hat, that w.r.t. gain is <g, u>, and that w.r.t. W is gain / ||z|| times g - <g, u> u,
+    less its mean.
+
+    Attributes:
+        direction: z / ||z||, shape (out, fan-in).
+        scale: gain / ||z||, shape (out,).
+        moves: 1, or 0 where ||z|| is treated as a constant, shape (out,).
     """
 
-    direction: Tensor  # z / ||z||, (out, fan-in)
-    scale: Tensor  # gain / ||z||, (out,)
-    moves: Tensor  # 1, or 0 where ||z|| is treated as a constant, (out,)
+    direction: Tensor
+    scale: Tensor
+    moves: Tensor
 
     @staticmethod
     def of(conv: StandardisedConv2d, dtype: torch.dtype) -> "Standardisation":
-        """Return the map at a convolution's weights, computed in float64 and rounded once."""
+        """Return the map at a convolution's weights, computed in float64 and rounded once.
+
+        Args:
+            conv: the convolution.
+            dtype: type of the gradients.
+        """
         direction, norms = conv.standardised(torch.float64)
         norms = norms.squeeze(1)  # 1 / ||z||
-        moves = (norms.square() * LEAST_SQUARE < 1).to(dtype)
-        return Standardisation(direction.to(dtype), (conv.gain * norms).to(dtype), moves)
+        scale = conv.gain * norms
+        moves = norms.square() * LEAST_SQUARE < 1
+        return Standardisation(direction.to(dtype), scale.to(dtype), moves.to(dtype))
 
     def __call__(self, by_kernel: Tensor) -> dict[str, Tensor]:
         """Map gradients w.r.t. the kernel, (samples, out, in, height, width). Overwrites them."""

@@ -5,7 +5,11 @@ It is for layers with several positions (Bu, Mao and Xu 2022, arXiv 2205.10683).
 Let delta_it be the gradient of the loss w.r.t. the layer's output at position t, and a_it its input
 there (a patch, for a convolution). The gradient w.r.t. the weights is G_i = sum_t delta_it a_it^T.
 Norms are computed from Gram matrices, pairs of positions, or temporary pieces of G_i that fit in a
-cache. The clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
+cache. The clipped sum is one product, that of a plain weight gradient, with c_i delta_it:
+
+    sum_i c_i G_i = sum_i sum_t (c_i delta_it) a_it^T.
+
+In the shapes below, T is the number of positions, K that of inputs and O that of outputs.
 """
 
 import math
@@ -42,13 +46,26 @@ DOUBLE = 4
 
 
 class UseSizes(NamedTuple):
-    """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
+    """Public sizes of a layer's uses. The choice of a form depends on nothing else.
 
-    positions: int  # T, over all uses and rows
-    inputs: int  # K, per position
-    outputs: int  # O
-    gram: float  # cost of a norm from Gram matrices, in multiplications
-    pairs: float  # the same from pairs of positions
+    Attributes:
+        positions: T, over all uses and rows of a sample.
+        inputs: K, per position.
+        outputs: O.
+        gram: cost of a norm from Gram matrices, in multiplications.
+        pairs: cost of a norm from pairs of positions, in multiplications.
+
+    Example:
+        >>> few = UseSizes(positions=2, inputs=512, outputs=512, gram=8e3, pairs=1e6)
+        >>> few.holding_pays(ball=True)  # Gram matrices are much cheaper
+        False
+    """
+
+    positions: int
+    inputs: int
+    outputs: int
+    gram: float
+    pairs: float
 
     @property
     def product(self) -> int:
@@ -56,36 +73,64 @@ class UseSizes(NamedTuple):
         return self.positions * self.inputs * self.outputs
 
     def instantiating(self, ball: bool) -> int:
-        """Return the cost of writing G_i and reading it once, in multiplications."""
+        """Return the cost of writing G_i and reading it once, in multiplications.
+
+        Args:
+            ball: whether it is read for a norm in a ball.
+        """
         return self.product + PASSES[ball] * self.inputs * self.outputs
 
     def norm(self, ball: bool) -> float:
-        """Return the cost of the cheapest norm, in multiplications."""
-        return min(self.instantiating(ball), self.gram if ball else self.pairs)
+        """Return the cost of the cheapest norm, in multiplications.
+
+        Args:
+            ball: whether it is a norm in a ball.
+        """
+        without_writing = self.gram if ball else self.pairs
+        return min(self.instantiating(ball), without_writing)
 
     def holding_pays(self, ball: bool) -> bool:
-        """Return whether storing all G_i until they are summed is cheaper than a second product."""
+        """Return whether storing all G_i until they are summed is cheaper than a second product.
+
+        Args:
+            ball: whether norms are those in a ball.
+        """
         holding = self.instantiating(ball) + HOLDING * self.inputs * self.outputs
-        return holding <= self.norm(ball) + self.product
+        computing_twice = self.norm(ball) + self.product
+        return holding <= computing_twice
 
 
 def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
-    """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
+    """Return the sizes of a layer whose gradients are sums of outer products; None for others.
+
+    Args:
+        layer: the layer.
+        uses: its uses by all samples of a chunk, of one module.
+    """
     module: Any = uses[0].module
     convolution = type(module) in CONVOLUTIONS and module.groups == 1
-    outer = convolution or type(module) is nn.Linear
-    if "weight" not in layer.parameters or not outer or any(use.computed for use in uses):
+    if not convolution and type(module) is not nn.Linear:
+        return None
+    if "weight" not in layer.parameters or any(use.computed for use in uses):
         return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
-    t = sum(use.grad_output[0].numel() * use.rows for use in uses) // outputs
+    output_numbers = sum(use.grad_output[0].numel() * use.rows for use in uses)  # of a sample
+    t = output_numbers // outputs
     by_inputs = t * t * k
     if convolution and _single(uses):
         channels, *image = uses[0].inputs.shape[1:]
         taps = math.prod(module.kernel_size)
-        by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
-    gram = DOUBLE * (by_inputs + t * t * outputs)
-    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs)
+        pairs_of_pixels = math.prod(image) ** 2
+        by_inputs = pairs_of_pixels * channels + 4 * taps * t * t
+    pairs_of_positions = t * (t + 1) // 2 + t
+    return UseSizes(
+        positions=t,
+        inputs=k,
+        outputs=outputs,
+        gram=DOUBLE * (by_inputs + t * t * outputs),
+        pairs=pairs_of_positions * k * outputs,
+    )
 
 
 def _single(uses: Sequence[Use]) -> bool:
@@ -95,7 +140,13 @@ def _single(uses: Sequence[Use]) -> bool:
 
 @dataclass(frozen=True)
 class PositionProducts:
-    """Gradients of a Linear layer or a convolution that is used at several positions."""
+    """Gradients of a Linear layer or a convolution that is used at several positions.
+
+    Attributes:
+        layer: the layer.
+        uses: its uses by all samples of a chunk, of one module.
+        sizes: sizes of these uses.
+    """
 
     layer: Layer
     uses: tuple[Use, ...]
@@ -103,31 +154,35 @@ class PositionProducts:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms of a few samples at a time, with the cheapest method."""
-        sizes, ball = self.sizes, metric.centre is None
-        factors = sizes.positions * (sizes.inputs + sizes.outputs)
+        sizes = self.sizes
+        ball = metric.centre is None
+        numbers: float = sizes.positions * (sizes.inputs + sizes.outputs)  # per sample
         if sizes.norm(ball) == sizes.instantiating(ball):
-            return SquaredNorms.of(self._by_pieces(uses, metric) for uses in self._groups(factors))
-        if not ball:
-            return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
-        numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
-        return SquaredNorms.of(self._by_gram(uses, metric) for uses in self._groups(numbers))
+            norms_of = self._by_pieces
+        elif not ball:
+            norms_of = self._by_pairs
+        else:
+            norms_of = self._by_gram
+            numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
+        return SquaredNorms.of(norms_of(uses, metric) for uses in self._groups(numbers))
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute the plain weight gradient with c_i delta_i, for :data:`ADDED` samples a time."""
+        """Compute the plain weight gradient with c_i delta_it, :data:`ADDED` samples at a time."""
         c = c.to(self.uses[0].grad_output.dtype)
         several = len(self.uses) > 1 or len(c) > ADDED
         total: dict[str, Tensor] = {}
         for use in self.uses:
             for begin in range(0, len(c), ADDED):
-                rows = slice(begin, begin + ADDED)
-                some = None if valid is None else valid[rows]
-                for name, part in self._product(use.part(rows), c[rows], some).items():
+                samples = slice(begin, begin + ADDED)
+                some_valid = None if valid is None else valid[samples]
+                products = self._product(use.part(samples), c[samples], some_valid)
+                for name, product in products.items():
                     if name in total:
-                        total[name] += part
+                        total[name] += product
                     else:
-                        total[name] = part.double() if several else part
-        for name, slot in self.layer.slices.items():
-            out[slot] = total[name].flatten()
+                        total[name] = product.double() if several else product
+        for name, part in self.layer.slices.items():
+            out[part] = total[name].flatten()
 
     def double(self) -> "PositionProducts":
         """Return the gradients in float64."""
@@ -136,43 +191,61 @@ class PositionProducts:
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
         room = DEVICE_PIECE if self.uses[0].grad_output.is_cuda else 4 * IN_CACHE
-        return in_groups(self.uses, max(1, room // int(numbers)))
+        samples = max(1, room // int(numbers))
+        return in_groups(self.uses, samples)
 
     def _grad_outputs(self, uses: Sequence[Use]) -> Tensor:
         """Return output gradients by position, (samples, T, O)."""
-        module = self.uses[0].module
-        return join_positions(
-            [unfold.gradients_by_position(module, u.grad_output, u.rows) for u in uses]
-        )
+        parts = []
+        for use in uses:
+            parts.append(unfold.gradients_by_position(use.module, use.grad_output, use.rows))
+        return join_positions(parts)
 
     def _inputs(self, uses: Sequence[Use]) -> Tensor:
         """Return inputs by position, (samples, T, K)."""
-        module = self.uses[0].module
-        return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
+        parts = []
+        for use in uses:
+            parts.append(unfold.inputs_by_position(use.module, use.inputs, use.rows))
+        return join_positions(parts)
 
     def _reach(self, metric: LayerMetric, grad_output: Tensor, a: Tensor) -> Tensor:
-        """Return R_i^2 or an upper bound, float64, (samples,), for (samples, T, O) and (..., K)."""
+        """Return R_i^2 or an upper bound, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+
+        Args:
+            metric: metric of the layer. In an ellipsoid, that of the largest 1/b^2 of each output.
+            grad_output: shape (samples, T, O).
+            a: shape (samples, T, K).
+
+        Returns:
+            float64, shape (samples,).
+        """
         parts = self.layer.slices
         if metric.centre is None:
-            by_grad_output = vector_norm(grad_output, dim=2, dtype=torch.float64)
-            by_grad_output = by_grad_output * metric.inverse.double().sqrt()
+            norms = vector_norm(grad_output, dim=2, dtype=torch.float64)
+            by_grad_output = norms * metric.inverse.double().sqrt()
         else:
-            by_name = (metric.inverse[part].view(self.sizes.outputs, -1) for part in parts.values())
-            largest = reduce(torch.maximum, (inverse.amax(1) for inverse in by_name))
-            by_grad_output = vector_norm(grad_output * largest.double().sqrt(), dim=2)
+            largest_by_parameter = []
+            for part in parts.values():
+                by_output = metric.inverse[part].view(self.sizes.outputs, -1)
+                largest_by_parameter.append(by_output.amax(1))
+            largest = reduce(torch.maximum, largest_by_parameter)
+            whitened = grad_output * largest.double().sqrt()
+            by_grad_output = vector_norm(whitened, dim=2)
         squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
         by_input = squares.add_(float("bias" in parts)).sqrt_()
         reach: Tensor = (by_grad_output * by_input).sum(1).square_()
         return reach
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+        """Compute norms from pairs of positions, see :class:`.OuterProducts`."""
         bias = "bias" in self.layer.parameters
         products = OuterProducts(self._grad_outputs(uses), self._inputs(uses), bias)
         return products.squared_norms(metric)
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module, grad_output = self.uses[0].module, self._grad_outputs(uses).double()
+        module = self.uses[0].module
+        grad_output = self._grad_outputs(uses).double()
         if _single(uses) and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
@@ -180,55 +253,68 @@ class PositionProducts:
             gram = a @ a.mT
         if "bias" in self.layer.parameters:
             gram += 1  # the input of a bias at every position
-        return norms_by_gram(grad_output @ grad_output.mT, gram, sum(self.sizes[:3]), metric)
+        terms = self.sizes.positions + self.sizes.inputs + self.sizes.outputs
+        return norms_by_gram(grad_output @ grad_output.mT, gram, terms, metric)
 
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
 
-        The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+        The error of G_i is at most u R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric, so
+        that of its squared norm is at most u R_i (2 ||G_i|| + u R_i).
         """
-        grad_output, a = self._grad_outputs(uses), self._inputs(uses)
+        grad_output = self._grad_outputs(uses)
+        a = self._inputs(uses)
+        inputs = self.sizes.inputs
         reach = self._reach(metric, grad_output, a)
-        total, inputs = torch.zeros_like(reach), self.sizes.inputs
+        total = torch.zeros_like(reach)
         if "bias" in self.layer.parameters:
             total += metric.squares(grad_output.sum(1), self.layer.slices["bias"])
-        for some, part in self._pieces(grad_output):
-            g = OuterProducts(grad_output[some, :, part], a[some], bias=False).weights().flatten(1)
-            weights = slice(part.start * inputs, part.stop * inputs)
-            total[some] += metric.squares(g, weights, out=g)
-        off = reach.sqrt().mul_(roundoff(self.sizes.positions, grad_output.dtype))
+        for samples, outputs in self._pieces(grad_output):
+            products = OuterProducts(grad_output[samples, :, outputs], a[samples], bias=False)
+            g = products.weights().flatten(1)
+            weights = slice(outputs.start * inputs, outputs.stop * inputs)
+            total[samples] += metric.squares(g, weights, out=g)
+        u = roundoff(self.sizes.positions, grad_output.dtype)
+        off = reach.sqrt().mul_(u)
         slack = off * (2 * total.sqrt() + off) + roundoff(ROW, grad_output.dtype) * total
         return SquaredNorms(total, slack, reach)
 
     def _pieces(self, grad_output: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
-        inputs, outputs = self.sizes.inputs, self.sizes.outputs
+        outputs = self.sizes.outputs
+        numbers = self.sizes.inputs * outputs  # of G_i
         room = DEVICE_PIECE if grad_output.is_cuda else IN_CACHE
-        samples = max(1, room // (inputs * outputs))
-        step = -(-outputs // -(-inputs * outputs // room))
+        samples = max(1, room // numbers)
+        pieces = -(-numbers // room)  # of G_i, rounded up
+        step = -(-outputs // pieces)
         for o in range(0, outputs, step):
             for i in range(0, len(grad_output), samples):
                 yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
     def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
-        """Return the sums over rows and positions of c d a^T, (O, K), and of c d.
+        """Return the sums over samples and positions of c_i delta_it a_it^T, and of c_i delta_it.
 
-        d are gradients of the loss w.r.t. the outputs, and a the inputs.
+        Args:
+            use: a use by some samples.
+            c: weights of the samples, shape (samples,).
+            finite: samples whose gradients are finite; None for all.
+
+        Returns:
+            "weight", shape (O, K), and "bias", shape (O,).
         """
         module: Any = use.module
-        c = c.repeat_interleave(use.rows)
+        c = c.repeat_interleave(use.rows)  # one for each row
         finite = None if finite is None else finite.repeat_interleave(use.rows)
         a, grad_output = kept(use.inputs, finite), kept(use.grad_output, finite)
         grad_output = grad_output * c.view(-1, *[1] * (grad_output.ndim - 1))
-        if type(module) is not nn.Linear and grad_output.numel() > FEW_TERMS * self.sizes.outputs:
+        many_terms = grad_output.numel() > FEW_TERMS * self.sizes.outputs
+        if type(module) is not nn.Linear and many_terms:
             weight = unfold.kernel_gradient(module, a, grad_output, module.weight.shape)
-            return {
-                "weight": weight.flatten(1),
-                "bias": grad_output.transpose(0, 1).flatten(1).sum(1),
-            }
+            bias = grad_output.transpose(0, 1).flatten(1).sum(1)
+            return {"weight": weight.flatten(1), "bias": bias}
         grad_output = unfold.gradients_by_position(module, grad_output).flatten(0, 1)
-        weight = grad_output.T @ unfold.inputs_by_position(module, a).flatten(0, 1)
-        return {"weight": weight, "bias": grad_output.sum(0)}
+        a = unfold.inputs_by_position(module, a).flatten(0, 1)
+        return {"weight": grad_output.T @ a, "bias": grad_output.sum(0)}
 
 
 def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) -> SquaredNorms:
@@ -241,11 +327,20 @@ def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) 
         metric: metric of the ball.
     """
     products = left.mul_(right)
-    reach = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1).square_()
+    terms_squared = products.diagonal(dim1=1, dim2=2).clamp(min=0)  # ||l_t||^2 ||r_t||^2
+    reach = terms_squared.sqrt().sum(1).square_()
     slack = 2 * roundoff(terms, torch.float64) * reach
-    return SquaredNorms(*(n * metric.inverse for n in (products.sum((1, 2)), slack, reach)))
+    value = products.sum((1, 2))
+    inverse = metric.inverse
+    return SquaredNorms(value * inverse, slack * inverse, reach * inverse)
 
 
 def join_positions(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the positions of several uses, (samples, T, ...)."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+    """Concatenate the positions of several uses, shape (samples, T, ...).
+
+    Args:
+        parts: positions of each use, shape (samples, positions, ...); at least one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), 1)

@@ -1,4 +1,9 @@
-"""Calls of layers whose per-sample gradients follow from inputs and output gradients."""
+"""Calls of layers whose per-sample gradients follow from inputs and output gradients.
+
+A layer may be called several times in a forward pass, and a call may have several rows per sample.
+What is recorded of a call is its input and the gradient of the loss w.r.t. its output. The output
+gradient comes from a tap: a function that sees the output and may return another one.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,8 +29,18 @@ from dpmac_cli.dp.clipping.recurrent import by_projections
 #: Modules without parameters that act on each row alone.
 ROWWISE = frozenset(
     {
-        *(nn.Identity, nn.Dropout, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
-        *(nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU),
+        nn.Identity,
+        nn.Dropout,
+        nn.MaxPool2d,
+        nn.AvgPool2d,
+        nn.AdaptiveAvgPool2d,
+        nn.ReLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.GELU,
+        nn.SiLU,
+        nn.ELU,
+        nn.LeakyReLU,
     }
 )
 #: Inputs and output gradients of the calls of modules, and weights that they compute.
@@ -39,52 +54,89 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
     """Return the parts of a sequence of known layers; None for any other network.
 
     It has no hooks, not even those of all modules, because they would see several samples.
+
+    Example:
+        >>> chain = chain_of(nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 2), nn.ReLU())))
+        >>> [type(part).__name__ for part in chain]
+        ['Flatten', 'Linear', 'ReLU']
+        >>> chain_of(nn.Sequential(nn.Linear(4, 2), nn.Softmax(0))) is None  # mixes samples
+        True
     """
-    held = vars(model)
-    hooked = any(held[key] for key in held if key.endswith("_hooks"))
-    if "forward" in held or hooked or of_modules._has_any_global_hook():  # type: ignore[no-untyped-call]
+    attributes = vars(model)
+    hooked = any(attributes[key] for key in attributes if key.endswith("_hooks"))
+    if "forward" in attributes or hooked or of_modules._has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     if type(model) is nn.Sequential:
-        parts = list(map(chain_of, model))
-        return None if None in parts else [part for some in parts for part in some or []]
-    plain: Any = model
-    rowwise = type(model) in ROWWISE and not getattr(model, "inplace", False)
-    flat = type(model) is nn.Flatten and plain.start_dim == 1
+        parts: list[nn.Module] = []
+        for module in model:
+            chain = chain_of(module)
+            if chain is None:
+                return None
+            parts += chain
+        return parts
     known = type(model) in RULES or type(model) is LinearWithPlaces
-    return [model] if rowwise or flat or known else None
+    if known or _acts_on_rows(model):
+        return [model]
+    return None
+
+
+def _acts_on_rows(module: Any) -> bool:
+    """Return whether a module without parameters acts on each row alone, and makes a new tensor."""
+    if type(module) is nn.Flatten:
+        starts_at_columns: bool = module.start_dim == 1
+        return starts_at_columns
+    return type(module) in ROWWISE and not getattr(module, "inplace", False)
 
 
 def calls_of(part: nn.Module, x: Tensor) -> tuple[list[tuple[nn.Module, Tensor, Tensor]], Tensor]:
-    """Run a part of a chain; return calls of known layers (layer, input, output), and its output.
+    """Run a part of a chain on all rows of a chunk.
 
-    Outputs of these layers require gradients.
+    Args:
+        part: see :func:`chain_of`.
+        x: its input, shape (rows, ...).
+
+    Returns:
+        The calls of known layers (layer, input, output), whose outputs require gradients; and the
+        output of the part.
     """
     if type(part) is LinearWithPlaces:
         numbers, rows = part.split(x)
-        of_numbers = apply(part.numbers, numbers)
+        of_numbers = _requiring_grad(apply(part.numbers, numbers))
         vectors = embedding(rows, part.lookups.weight.detach()).requires_grad_()
-        of_numbers = of_numbers if of_numbers.requires_grad else of_numbers.requires_grad_()
         calls = [(part.numbers, numbers, of_numbers), (part.lookups, rows, vectors)]
         return calls, joined(of_numbers, vectors)
     out = apply(part, x)
     if type(part) not in RULES:
         return [], out
-    out = out if out.requires_grad else out.requires_grad_()
+    out = _requiring_grad(out)
     return [(part, x, out)], out
 
 
+def _requiring_grad(out: Tensor) -> Tensor:
+    """Return an output that requires gradients, also if nothing before it does."""
+    return out if out.requires_grad else out.requires_grad_()
+
+
 def known_layers(layers: Sequence[Layer]) -> set[str]:
-    """Return the names of the layers whose gradients follow from calls by a rule."""
-    return {
-        layer.name
-        for layer in layers
-        if layer.called and (_has_rule(layer) or all(map(computes_weights, layer.called)))
-    }
+    """Return the names of the layers whose gradients follow from calls by a rule.
+
+    Args:
+        layers: layers of a model, see :func:`~dpmac_cli.dp.clipping.layers.find_layers`.
+    """
+    names = set[str]()
+    for layer in layers:
+        if not layer.called:
+            continue
+        if _has_rule(layer) or all(map(computes_weights, layer.called)):
+            names.add(layer.name)
+    return names
 
 
 def _has_rule(layer: Layer) -> bool:
-    ruled = all(type(module) in RULES or layer.swapped for module in layer.called)
-    return ruled and layer.parameters.keys() <= KNOWN
+    """Return whether a rule knows all modules and parameters of a layer."""
+    if not layer.parameters.keys() <= KNOWN:
+        return False
+    return layer.swapped or all(type(module) in RULES for module in layer.called)
 
 
 def calls_by_module(
@@ -92,36 +144,55 @@ def calls_by_module(
     inputs: Sequence[Tensor],
     grad_outputs: Sequence[Tensor],
 ) -> Calls:
-    """Return the inputs and output gradients of calls by module."""
+    """Group calls by module, in the order of the forward pass.
+
+    Args:
+        called: module of each call, or the weights that it computed.
+        inputs: input of each call, shape (samples, ...).
+        grad_outputs: gradient of the loss w.r.t. the output of each call, shape (samples, ...).
+    """
     calls = Calls(list)
-    for of, given, grad_output in zip(called, inputs, grad_outputs, strict=True):
-        computed = of if isinstance(of, Computed) else None
-        module = of.module if isinstance(of, Computed) else of
-        calls[module].append((given, grad_output, computed))
+    for callee, a, grad_output in zip(called, inputs, grad_outputs, strict=True):
+        if isinstance(callee, Computed):
+            calls[callee.module].append((a, grad_output, callee))
+        else:
+            calls[callee].append((a, grad_output, None))
     return calls
 
 
 def uses_of(layer: Layer, calls: Calls) -> list[Use]:
-    """Return the uses of a recorded layer."""
-    if layer.swapped:
-        [module] = layer.called
-        return [Use.of(layer.module, grad_output, a) for a, grad_output, _ in calls.get(module, [])]
-    return [_use_of(module, *call) for module in layer.called for call in calls.get(module, [])]
+    """Return the uses of a recorded layer, one for each call of one of its modules.
 
-
-def _use_of(module: nn.Module, a: Tensor, grad_output: Tensor, computed: Computed | None) -> Use:
-    if computed is None:
-        return Use.of(module, a, grad_output)
-    return Use.of(computed.plain, a, grad_output, None if computed.nothing else computed)
+    Args:
+        layer: a layer of :func:`known_layers`.
+        calls: calls of a chunk, see :func:`calls_by_module`.
+    """
+    uses = []
+    for module in layer.called:
+        for a, grad_output, computed in calls.get(module, []):
+            if layer.swapped:
+                uses.append(Use.of(layer.module, grad_output, a))
+            elif computed is None:
+                uses.append(Use.of(module, a, grad_output))
+            else:
+                through = None if computed.nothing else computed
+                uses.append(Use.of(computed.plain, a, grad_output, through))
+    return uses
 
 
 def gradients_of_sample(
-    layer: Layer, found: Sequence[Use] | Tensor, sample: int
+    layer: Layer, gradients: Sequence[Use] | Tensor, sample: int
 ) -> Sequence[Tensor]:
-    """Return the gradients of one sample by parameter, flat."""
-    if isinstance(found, Tensor):
-        return [found[sample, slot] for slot in layer.slices.values()]
-    uses = [use.part(slice(sample, sample + 1)) for use in found]
+    """Return the gradients of one sample by parameter, each of them flat.
+
+    Args:
+        layer: the layer.
+        gradients: its uses, or its gradients, shape (samples, d_layer).
+        sample: number of the sample in its chunk.
+    """
+    if isinstance(gradients, Tensor):
+        return [gradients[sample, part] for part in layer.slices.values()]
+    uses = [use.part(slice(sample, sample + 1)) for use in gradients]
     return [column[0] for column in instantiate(layer, uses)]
 
 
@@ -131,19 +202,29 @@ def tapped(
     by_function: Collection[str],
     tap: Tap,
 ) -> Iterator[None]:
-    """Call ``tap`` with the module, input and output of each call of recorded layers.
+    """Call ``tap`` in each call of recorded layers, for the block below ``with``.
 
-    ``by_function`` names those whose products are computed by ``F.linear``.
+    Args:
+        recorded: layers whose calls are recorded.
+        by_function: names of those whose products are computed by ``F.linear``, not by a call.
+        tap: gets module, input and output, and returns the output that the network sees.
     """
 
     def hook(module: nn.Module, inputs: Any, named: Any, out: Tensor) -> Tensor:
-        # A network's no_grad block needs no tap.
-        given = tensors_in((inputs, named))[0]
-        return tap(module, given, out) if torch.is_grad_enabled() else out
+        if not torch.is_grad_enabled():
+            return out  # a network's no_grad block needs no tap
+        a = tensors_in((inputs, named))[0]
+        return tap(module, a, out)
 
-    modules = dict.fromkeys(module for layer in recorded for module in layer.called)
-    functional_only = {m for la in recorded if la.name in by_function for m in la.called}
-    composites = {layer.composite for layer in recorded if layer.composite is not None}
+    modules = set[nn.Module]()
+    functional_only = set[nn.Module]()
+    composites = set[nn.Module]()
+    for layer in recorded:
+        modules.update(layer.called)
+        if layer.name in by_function:
+            functional_only.update(layer.called)
+        if layer.composite is not None:
+            composites.add(layer.composite)
     with ExitStack() as stack:
         product = partial(_tapped_product, functional_only, tap)
         if functional_only:
@@ -151,7 +232,7 @@ def tapped(
         stack.enter_context(by_projections(composites, product))
         computing = set(filter(computes_weights, modules))
         stack.enter_context(weights_noted(computing, tap))
-        for module in modules.keys() - functional_only - computing:
+        for module in modules - functional_only - computing:
             # Before the hooks of the program, which may change the output.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
@@ -168,10 +249,17 @@ def _tapped_product(
 ) -> Tensor:
     """Compute ``F.linear``; tap products of layers that are not called themselves.
 
-    ``known`` is the product, if it was computed before, without a gradient.
+    Args:
+        layers: modules whose weight may be that of the product.
+        tap: see :func:`tapped`.
+        x: input, shape (..., in).
+        weight: shape (out, in).
+        bias: shape (out,); None to add nothing.
+        known: the product, if it was computed before, without a gradient.
     """
-    used = (layer for layer in layers if layer.weight is weight)
-    layer = next(used, None) if torch.is_grad_enabled() else None
-    if layer is None:
-        return linear(x, weight, bias)
-    return tap(layer, x, linear(x, weight, bias) if known is None else known)
+    if torch.is_grad_enabled():
+        for layer in layers:
+            if layer.weight is weight:
+                product = linear(x, weight, bias) if known is None else known
+                return tap(layer, x, product)
+    return linear(x, weight, bias)

@@ -1,4 +1,18 @@
-"""Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
+"""Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost.
+
+A form gives two things: squared norms of g_i - m in the metric of an ellipsoid, with bounds on
+their rounding, and the weighted sum of the g_i. Which form is cheapest depends on public sizes
+only: :func:`choose_form`.
+
+| form | of | stores |
+|---|---|---|
+| :class:`Instantiated` | any layer | g_i, or some of them at a time |
+| :class:`ByChannel` | convolutions with many channels | g_i, in the order of the patches |
+| :class:`.OuterProducts` | Linear layers with one position | inputs and output gradients |
+| :class:`.PositionProducts` | Linear layers and convolutions with several positions | the same |
+| :class:`.LookedUp` | lookups of categories | gradients of the vectors that were read |
+| :class:`.TiedProducts` | a weight shared by embeddings and Linear layers | factors of g_i |
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,13 +57,17 @@ class PerSampleGradients(Protocol):
     """Per-sample gradients of one layer for a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return ||(g_i - m)/b||^2 over this layer times the metric's factor, with bounds."""
-
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Write the sum of c_i g_i over the valid samples into ``out``.
+        """Return ||(g_i - m)/b||^2 over this layer times the metric's factor, with bounds.
 
         Args:
-            c: weights, shape (samples,); 0 where not valid.
+            metric: metric of this layer's coordinates.
+        """
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
+        """Write the sum of c_i g_i over the valid samples into ``out``: of lines 7 and 10.
+
+        Args:
+            c: weights c_i, shape (samples,); 0 where not valid.
             valid: mask of finite samples; None if all are finite. The others add exactly 0.
             out: the layer's slice, shape (d_layer,).
         """
@@ -63,18 +81,35 @@ ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 
 def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
-    """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
-    found = reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
+    """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric.
+
+    Args:
+        gradients: layers with their gradients, at least one.
+        metric: metric of all coordinates.
+    """
+    total = reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
     factor = metric.region.factor.double()
-    return SquaredNorms(found.value / factor, found.slack / factor, found.reach / factor)
+    return SquaredNorms(
+        value=total.value / factor,
+        slack=total.slack / factor,
+        reach=total.reach / factor,
+    )
 
 
 @dataclass(frozen=True)
 class Instantiated:
     """Instantiated gradients: all of them, or some samples at a time if they are too large.
 
-    ``pieces`` yields those of a few samples at a time, with the same floats every time, so norms
-    and sum read the same numbers.
+    Attributes:
+        pieces: yields the gradients of a few samples at a time, with the same floats every time, so
+            norms and sum read the same numbers.
+
+    Example:
+        >>> gradients = Instantiated(lambda: [[torch.tensor([[1.0, 2.0], [3.0, 4.0]])]])
+        >>> total = torch.empty(2)
+        >>> gradients.weighted_sum(torch.tensor([1.0, 0.5]), None, total)
+        >>> total
+        tensor([2.5000, 4.0000])
     """
 
     pieces: Callable[[], Iterable[ByParameter]]
@@ -96,7 +131,12 @@ class Instantiated:
 
     def double(self) -> "Instantiated":
         """Return the gradients in float64."""
-        return Instantiated(lambda: ([g.double() for g in piece] for piece in self.pieces()))
+
+        def pieces() -> Iterator[ByParameter]:
+            for piece in self.pieces():
+                yield [column.double() for column in piece]
+
+        return Instantiated(pieces)
 
 
 @dataclass(frozen=True)
@@ -112,29 +152,43 @@ class ByChannel:
 
     @staticmethod
     def of(layer: Layer, use: Use) -> "ByChannel":
-        """Return the gradients of one use, computed for a few samples at a time."""
+        """Return the gradients of one use, computed for a few samples at a time.
+
+        Args:
+            layer: a convolution.
+            use: its only use by all samples of a chunk.
+        """
         weight: Any = use.module.weight
-        samples, outputs, inputs = use.samples, len(weight), weight[0].numel()
-        columns = [use.grad_output.new_empty(samples, p.numel()) for p in layer.parameters.values()]
-        by_name = dict(zip(layer.parameters, columns, strict=True))
+        samples = use.samples
+        outputs = len(weight)
+        inputs = weight[0].numel()
+        by_name = {}
+        for name, p in layer.parameters.items():
+            by_name[name] = use.grad_output.new_empty(samples, p.numel())
         positions = use.grad_output.numel() // (samples * outputs)
         step = max(2, _piece(weight) // 4 // (positions * inputs))
-        for begin, [some] in zip(range(0, samples, step), in_groups([use], step), strict=True):
+        begin = 0
+        for [some] in in_groups([use], step):
             rows = slice(begin, begin + some.samples)
             grad_output = unfold.gradients_by_position(use.module, some.grad_output, some.rows)
             patches = unfold.patches_by_channel(use.module, some.inputs, some.rows)
-            to = by_name["weight"][rows].view(-1, outputs, inputs)
-            OuterProducts(grad_output, patches, bias=False).weights(to)
+            products = OuterProducts(grad_output, patches, bias=False)
+            products.weights(out=by_name["weight"][rows].view(-1, outputs, inputs))
             if "bias" in by_name:
                 torch.sum(grad_output, 1, out=by_name["bias"][rows])
+            begin = rows.stop
+        columns = list(by_name.values())
         return ByChannel(layer, Instantiated(lambda: [columns]))
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
         if metric.centre is not None:
             # m A, which products of a whole batch need, is not read.
-            of = self._by_channel
-            metric = replace(metric, inverse=of(metric.inverse), centre=of(metric.centre))
+            metric = replace(
+                metric,
+                inverse=self._by_channel(metric.inverse),
+                centre=self._by_channel(metric.centre),
+            )
         return self.gradients.squared_norms(metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
@@ -142,10 +196,10 @@ class ByChannel:
         total = torch.empty_like(out)
         self.gradients.weighted_sum(c, valid, total)
         out.copy_(total)
-        slot, shape = self._weight
+        part, shape = self._weight
         outputs, inputs, *kernel = shape
-        by_channel = total[slot].view(outputs, *kernel, inputs)
-        out[slot].view(shape).copy_(by_channel.movedim(-1, 1))
+        by_channel = total[part].view(outputs, *kernel, inputs)
+        out[part].view(shape).copy_(by_channel.movedim(-1, 1))
 
     def double(self) -> "ByChannel":
         """Return the gradients in float64."""
@@ -158,9 +212,9 @@ class ByChannel:
 
     def _by_channel(self, vector: Tensor) -> Tensor:
         """Return a vector of the layer's coordinates in the order of the patches."""
-        slot, shape = self._weight
+        part, shape = self._weight
         ordered = vector.clone()
-        ordered[slot] = vector[slot].view(shape).movedim(1, -1).flatten()
+        ordered[part] = vector[part].view(shape).movedim(1, -1).flatten()
         return ordered
 
 
@@ -175,61 +229,88 @@ def _slices(columns: ByParameter) -> Iterator[tuple[slice, Tensor]]:
 
 def _norms(columns: ByParameter, metric: LayerMetric) -> SquaredNorms:
     """Return the norms of samples, some of which at a time fit in a cache."""
-    squares = [
-        torch.cat([metric.squares(rows, part) for rows in _few(column)])
-        for part, column in _slices(columns)
-    ]
+    squares = []
+    for part, column in _slices(columns):
+        at_a_time = _at_a_time(column, column.shape[1])
+        groups = [metric.squares(rows, part) for rows in torch.split(column, at_a_time)]
+        squares.append(torch.cat(groups))
     value = reduce(add, squares)
     slack = roundoff(ROW, columns[0].dtype) * value
-    return SquaredNorms(value, slack, torch.zeros_like(value))
-
-
-def _few(column: Tensor) -> Sequence[Tensor]:
-    """Split samples into groups that fit in a cache."""
-    return torch.split(column, _at_a_time(column, column.shape[1]))
+    return SquaredNorms(value, slack, reach=torch.zeros_like(value))
 
 
 def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
-    ``uses`` are all uses in a forward pass, or the instantiated gradients, shape (samples,
-    d_layer). ``ball``: norms are taken in a ball.
+    Values decide nothing, so the form reveals nothing of the records but their number.
+
+    Args:
+        layer: the layer.
+        uses: all uses in a forward pass, at least one; or the instantiated gradients, shape
+            (samples, d_layer), which are overwritten at the padding.
+        ball: whether norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
         uses[:, layer.skipped] = 0  # also where a record makes the network read it otherwise
-        whole = [uses]
-        return Instantiated(lambda: [whole])
+        columns: ByParameter = [uses]
+        return Instantiated(lambda: [columns])
     if all(type(use.module) is nn.Linear and use.computed is None for use in uses):
         uses = [_one_after_another(uses)]
-    grad_output = uses[0].grad_output
-    samples, size = uses[0].samples, layer.stop - layer.start
-    small = samples * size <= _piece(grad_output)
     # Uses of one kernel with other strides or paddings are of other modules, with other patches.
-    found = sizes(layer, uses) if len({use.module for use in uses}) == 1 else None
-    if found is not None:
-        if found.positions == 1 and type(uses[0].module) is nn.Linear:
-            return OuterProducts(grad_output, uses[0].inputs, "bias" in layer.parameters)
-        held = samples * size <= HELD
-        by_channel = held and _patches_pay(uses, found)
-        if not small and (by_channel or not held or not found.holding_pays(ball)):
-            positions = PositionProducts(layer, tuple(uses), found)
-            return ByChannel.of(layer, uses[0]) if by_channel else positions
-    elif (products := _of_embeddings(layer, uses, ball=ball)) is not None:
-        return products
-    elif samples * size > HELD:
-        step = _at_a_time(grad_output, size)
-        return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
-    # A few samples at a time, whose outputs and gradients stay in the cache.
-    step = max(2, _piece(grad_output) // 4 // max(size, grad_output.numel() // samples))
+    of_one_module = len({use.module for use in uses}) == 1
+    use_sizes = sizes(layer, uses) if of_one_module else None
+    if use_sizes is not None:
+        return _of_products(layer, uses, use_sizes, ball=ball)
+    of_embeddings = _of_embeddings(layer, uses, ball=ball)
+    if of_embeddings is not None:
+        return of_embeddings
+    size = layer.stop - layer.start
+    if uses[0].samples * size <= HELD:
+        return _instantiated(layer, uses)
+    step = _at_a_time(uses[0].grad_output, size)
+
+    def pieces() -> Iterator[ByParameter]:
+        for some in in_groups(uses, step):
+            yield instantiate(layer, some)
+
+    return Instantiated(pieces)
+
+
+def _of_products(
+    layer: Layer, uses: Sequence[Use], use_sizes: UseSizes, *, ball: bool
+) -> PerSampleGradients:
+    """Return the cheapest form of a layer whose gradients are sums of outer products."""
+    first = uses[0]
+    if use_sizes.positions == 1 and type(first.module) is nn.Linear:
+        return OuterProducts(first.grad_output, first.inputs, "bias" in layer.parameters)
+    numbers = first.samples * (layer.stop - layer.start)
+    if numbers <= _piece(first.grad_output):
+        return _instantiated(layer, uses)
+    if numbers > HELD:
+        return PositionProducts(layer, tuple(uses), use_sizes)
+    if _patches_pay(uses, use_sizes):
+        return ByChannel.of(layer, first)
+    if use_sizes.holding_pays(ball):
+        return _instantiated(layer, uses)
+    return PositionProducts(layer, tuple(uses), use_sizes)
+
+
+def _instantiated(layer: Layer, uses: Sequence[Use]) -> Instantiated:
+    """Return all gradients, computed for a few samples at a time, which stay in the cache."""
+    grad_output = uses[0].grad_output
+    numbers = max(layer.stop - layer.start, grad_output.numel() // uses[0].samples)
+    step = max(2, _piece(grad_output) // 4 // numbers)
     columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
 
 
-def _patches_pay(uses: Sequence[Use], sizes: UseSizes) -> bool:
+def _patches_pay(uses: Sequence[Use], use_sizes: UseSizes) -> bool:
     """Return whether gradients are faster to compute from patches with channels last."""
     module: Any = uses[0].module
-    several = len(uses) > 1 or uses[0].grad_output.is_cuda or type(module) is nn.Linear
-    return not several and module.in_channels >= CHANNELS and sizes.positions <= sizes.outputs
+    if len(uses) > 1 or uses[0].grad_output.is_cuda or type(module) is nn.Linear:
+        return False
+    enough_channels: bool = module.in_channels >= CHANNELS
+    return enough_channels and use_sizes.positions <= use_sizes.outputs
 
 
 def _of_embeddings(
@@ -245,7 +326,8 @@ def _of_embeddings(
 def _one_after_another(uses: Sequence[Use]) -> Use:
     """Return several uses of a Linear layer as one use at all their positions."""
     inputs = join_positions([use.inputs for use in uses])
-    return Use(uses[0].module, inputs, join_positions([use.grad_output for use in uses]))
+    grad_output = join_positions([use.grad_output for use in uses])
+    return Use(uses[0].module, inputs, grad_output)
 
 
 def _piece(like: Tensor) -> int:

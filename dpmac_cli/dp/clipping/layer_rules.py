@@ -1,4 +1,9 @@
-"""Per-sample gradient rules by layer type: from the inputs and output gradients of its calls."""
+"""Per-sample gradient rules by layer type: from the inputs and output gradients of its calls.
+
+A rule is a function of a module and a :class:`Use` of it, which returns the gradient of each sample
+w.r.t. each parameter. It is registered by :func:`rule`. Every rule needs a case of the oracle test,
+tests/dp/test_clipped_sums.py, which compares it with autograd on one record at a time.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,10 +55,18 @@ KNOWN = frozenset({"weight", "bias", "gain"})
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of layer types."""
+    """Register a function as the rule of layer types.
+
+    Args:
+        kinds: exact types. A subclass has no rule, because its forward may be another one.
+
+    Returns:
+        A decorator, which returns its function.
+    """
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(kinds, function))
+        for kind in kinds:
+            RULES[kind] = function
         return function
 
     return register
@@ -69,6 +82,12 @@ class Use:
         grad_output: gradients of the loss w.r.t. its output, shape (samples * rows, ...).
         rows: number of adjacent rows per sample, whose gradients are summed.
         computed: weights of the call, if the layer computes them; ``module`` is then a plain layer.
+
+    Example:
+        >>> inputs, grad_output = torch.ones(4, 3), torch.ones(4, 2)  # of four samples
+        >>> use = Use.of(nn.Linear(3, 2), inputs, grad_output)
+        >>> use.samples, use.rows, use.inputs.shape
+        (4, 1, torch.Size([4, 1, 3]))
     """
 
     module: nn.Module
@@ -81,22 +100,34 @@ class Use:
     def of(
         module: Any, inputs: Tensor, grad_output: Tensor, computed: Computed | None = None
     ) -> "Use":
-        """Return the use of a module, given one call per sample: tensors (samples, ...) each."""
+        """Return the use of a module by one call for each sample.
+
+        Layers on the last dimensions get shape (samples, positions, ...), so that a sample has one
+        row; convolutions and norms of channels get one row for each of the leading dimensions.
+
+        Args:
+            module: a module with a rule.
+            inputs: its input, shape (samples, ...).
+            grad_output: gradient of the loss w.r.t. its output, shape (samples, ...).
+            computed: see :class:`Use`.
+        """
         samples = len(grad_output)
         if isinstance(module, nn.Linear):
-            wide, narrow = module.out_features, module.in_features
-            by_row = inputs.reshape(samples, -1, narrow), grad_output.reshape(samples, -1, wide)
+            a = inputs.reshape(samples, -1, module.in_features)
+            g = grad_output.reshape(samples, -1, module.out_features)
         elif isinstance(module, nn.Embedding):
-            by_row = inputs.flatten(1), grad_output.reshape(samples, -1, module.embedding_dim)
+            a = inputs.flatten(1)
+            g = grad_output.reshape(samples, -1, module.embedding_dim)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             shape = (samples, -1, *module.normalized_shape)
-            by_row = inputs.reshape(shape), grad_output.reshape(shape)
+            a = inputs.reshape(shape)
+            g = grad_output.reshape(shape)
         else:
-            dims = (
-                len(module.kernel_size) + 1 if isinstance(module, CONVOLUTIONS) else inputs.ndim - 2
-            )
-            by_row = inputs.flatten(0, -1 - dims), grad_output.flatten(0, -1 - dims)
-        a, g = by_row
+            dims = inputs.ndim - 2
+            if isinstance(module, CONVOLUTIONS):
+                dims = len(module.kernel_size) + 1
+            a = inputs.flatten(0, -1 - dims)
+            g = grad_output.flatten(0, -1 - dims)
         return Use(module, a.contiguous(), g.contiguous(), len(g) // samples, computed)
 
     @property
@@ -105,120 +136,179 @@ class Use:
         return len(self.grad_output) // self.rows
 
     def part(self, samples: slice) -> "Use":
-        """Return a slice of the samples, ``slice(begin, end)``."""
+        """Return the use by some samples, ``slice(begin, end)``; tensors are views."""
         rows = slice(samples.start * self.rows, samples.stop * self.rows)
-        return replace(self, inputs=self.inputs[rows], grad_output=self.grad_output[rows])
+        return replace(
+            self,
+            inputs=self.inputs[rows],
+            grad_output=self.grad_output[rows],
+        )
 
     def double(self) -> "Use":
         """Return the use in float64."""
-        return replace(self, inputs=self.inputs.double(), grad_output=self.grad_output.double())
+        return replace(
+            self,
+            inputs=self.inputs.double(),
+            grad_output=self.grad_output.double(),
+        )
 
 
 def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
-    """Yield the uses of ``samples`` samples at a time."""
+    """Yield the uses of a layer by some samples at a time.
+
+    Args:
+        uses: uses by all samples of a chunk, at least one.
+        samples: number of samples at a time; the last group may have fewer.
+    """
     for begin in range(0, uses[0].samples, samples):
-        yield [use.part(slice(begin, begin + samples)) for use in uses]
+        some = slice(begin, begin + samples)
+        yield [use.part(some) for use in uses]
 
 
 def instantiate(layer: Layer, uses: Sequence[Use], samples: int | None = None) -> ByParameter:
-    """Return gradients summed over uses and rows, shape (samples, numbers) for each parameter.
+    """Return the gradients of samples, summed over uses and rows.
 
-    They are instantiated for a number of ``samples`` at a time, by default for all.
+    Args:
+        layer: the layer.
+        uses: its uses by all samples of a chunk, at least one.
+        samples: number of samples at a time, so that pieces stay in a cache; None for all.
+
+    Returns:
+        One tensor for each parameter, in theta's order, shape (samples, numbers).
     """
-    grad_output, through = uses[0].grad_output, None
+    grad_output = uses[0].grad_output
+    through = None
     if type(layer.module) is StandardisedConv2d:
         through = Standardisation.of(layer.module, grad_output.dtype)
     total = uses[0].samples
-    samples = samples or total
+    step = samples or total
     columns = [grad_output.new_empty(total, p.numel()) for p in layer.parameters.values()]
-    groups = in_groups(uses, samples)
-    for begin, (first, *others) in zip(range(0, total, samples), groups, strict=True):
-        to = [column[begin : begin + samples] for column in columns]
-        _write(layer, first, through, to)
+    begin = 0
+    for first, *others in in_groups(uses, step):
+        rows = slice(begin, begin + step)
+        sums = [column[rows] for column in columns]
+        _write(layer, first, through, sums)
         for use in others:
-            more = [torch.empty_like(part) for part in to]
-            _write(layer, use, through, more)
-            for part, term in zip(to, more, strict=True):
+            terms = [torch.empty_like(part) for part in sums]
+            _write(layer, use, through, terms)
+            for part, term in zip(sums, terms, strict=True):
                 part.add_(term)
+        begin += step
     return columns
 
 
 def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParameter) -> None:
-    """Write the gradients of one use to ``out``."""
-    gradients = RULES[type(use.module)](use.module, use)
+    """Write the gradients of one use to ``out``, one tensor for each parameter of the layer."""
+    apply_rule = RULES[type(use.module)]
+    gradients = apply_rule(use.module, use)
     if through is not None:
-        gradients = {**gradients, **through(_written_out(gradients["weight"]))}
+        by_kernel = _written_out(gradients["weight"])
+        gradients = {**gradients, **through(by_kernel)}
     if use.computed is not None:
-        by_weight = {name: _written_out(part) for name, part in gradients.items()}
+        by_weight = {name: _written_out(gradient) for name, gradient in gradients.items()}
         gradients = use.computed.gradients(by_weight)
     for name, to in zip(layer.parameters, out, strict=True):
-        found = gradients[name]
-        if isinstance(found, OuterProducts):
-            found.weights(to.view(len(to), found.grad_output.shape[2], -1))
+        gradient = gradients[name]
+        if isinstance(gradient, OuterProducts):
+            outputs = gradient.grad_output.shape[2]
+            gradient.weights(out=to.view(len(to), outputs, -1))
         else:
-            to.copy_(found.reshape(len(to), -1))
+            to.copy_(gradient.reshape(len(to), -1))
 
 
-def _written_out(part: Tensor | OuterProducts) -> Tensor:
-    return part if isinstance(part, Tensor) else part.weights()
+def _written_out(gradient: Tensor | OuterProducts) -> Tensor:
+    """Return the gradient of each sample as a tensor, (samples, ...)."""
+    return gradient if isinstance(gradient, Tensor) else gradient.weights()
 
 
 @rule(nn.Linear)
 def _linear(_: nn.Linear, use: Use) -> Gradients:
-    """Sum over positions."""
+    """Return sum_t delta_it a_it^T, and sum_t delta_it for the bias.
+
+    With delta_it the output gradient of sample i at position t, and a_it the input there.
+    """
     weight = OuterProducts(use.grad_output, use.inputs, bias=False)
-    return {"weight": weight, "bias": use.grad_output.sum(1)}
+    bias = use.grad_output.sum(1)
+    return {"weight": weight, "bias": bias}
 
 
 @rule(*CONVOLUTIONS, StandardisedConv2d)
 def _convolution(conv: Any, use: Use) -> Gradients:
     """Return gradients w.r.t. a convolution's kernel, (samples, out, in, *kernel size).
 
-    Uses one matrix product per sample, or a grouped convolution over rows.
+    Uses one matrix product of output gradients and patches per sample, or a convolution in groups,
+    one for each sample, whichever is faster for the layer's shape.
     """
-    samples, bias = use.samples, _over_positions(use.grad_output, use.rows)
-    outputs, *kernel = conv.weight.shape
-    many = math.prod(kernel) > FEW_INPUTS and math.prod(use.grad_output.shape[2:]) > FEW_POSITIONS
-    whole = not (use.grad_output.is_cuda or outputs % CHANNELS or kernel[0] % CHANNELS)
-    if conv.groups == 1 and not many and not whole:
+    bias = _over_positions(use.grad_output, use.rows)
+    if conv.groups == 1 and not _grouped_is_faster(conv, use.grad_output):
         by_position = gradients_by_position(conv, use.grad_output, use.rows)
         patches = inputs_by_position(conv, use.inputs, use.rows)
         return {"weight": OuterProducts(by_position, patches, bias=False), "bias": bias}
-    # (rows, samples * channels, ...) each: one group of channels per sample.
-    a, g = (
-        t.reshape(samples, use.rows, *t.shape[1:]).transpose(0, 1).flatten(1, 2)
-        for t in (use.inputs, use.grad_output)
-    )
-    shape, groups = (samples * outputs, *kernel), samples * conv.groups
-    weight = kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
-    return {"weight": weight, "bias": bias}
+    samples = use.samples
+    outputs, *kernel = conv.weight.shape
+    a = _samples_as_channels(use.inputs, use.rows)
+    g = _samples_as_channels(use.grad_output, use.rows)
+    shape = (samples * outputs, *kernel)
+    weight = kernel_gradient(conv, a, g, shape, groups=samples * conv.groups)
+    return {"weight": weight.reshape(samples, outputs, *kernel), "bias": bias}
+
+
+def _grouped_is_faster(conv: Any, grad_output: Tensor) -> bool:
+    """Return whether a convolution in groups is faster than products of patches."""
+    outputs, *kernel = conv.weight.shape
+    positions = math.prod(grad_output.shape[2:])
+    if math.prod(kernel) > FEW_INPUTS and positions > FEW_POSITIONS:
+        return True
+    in_blocks = outputs % CHANNELS == 0 and kernel[0] % CHANNELS == 0
+    return in_blocks and not grad_output.is_cuda
+
+
+def _samples_as_channels(by_row: Tensor, rows: int) -> Tensor:
+    """Return (samples * rows, channels, ...) as (rows, samples * channels, ...)."""
+    by_sample = by_row.reshape(-1, rows, *by_row.shape[1:])
+    return by_sample.transpose(0, 1).flatten(1, 2)
 
 
 @rule(nn.GroupNorm, ConstantNorm)
 def _channel_norm(norm: Any, use: Use) -> Gradients:
-    """Return gradients of a norm with a weight and a bias for each channel."""
-    constant = isinstance(norm, ConstantNorm)
-    a = use.inputs
-    normal = norm.normalised(a) if constant else group_norm(a, norm.num_groups, eps=norm.eps)
+    """Return gradients of a norm with a weight and a bias for each channel.
+
+    For y = weight x-hat + bias, they are the sums over positions of delta x-hat, and of delta.
+    """
+    if isinstance(norm, ConstantNorm):
+        normal = norm.normalised(use.inputs)
+    else:
+        normal = group_norm(use.inputs, norm.num_groups, eps=norm.eps)
     weight = _over_positions(use.grad_output * normal, use.rows)
-    return {"weight": weight, "bias": _over_positions(use.grad_output, use.rows)}
+    bias = _over_positions(use.grad_output, use.rows)
+    return {"weight": weight, "bias": bias}
 
 
 @rule(nn.LayerNorm, nn.RMSNorm)
 def _layer_norm(norm: Any, use: Use) -> Gradients:
-    """Return gradients of a norm over the last dimensions, centred or not."""
+    """Return gradients of a norm over the last dimensions, centred or not.
+
+    For y = weight x-hat + bias, they are the sums over positions of delta x-hat, and of delta.
+    """
     normalise = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
     normal = normalise(use.inputs, norm.normalized_shape, eps=norm.eps)
-    return {"weight": (use.grad_output * normal).sum(1), "bias": use.grad_output.sum(1)}
+    weight = (use.grad_output * normal).sum(1)
+    bias = use.grad_output.sum(1)
+    return {"weight": weight, "bias": bias}
 
 
 @rule(nn.Embedding, Lookups)
 def _embedding(table: Any, use: Use) -> Gradients:
-    """Return rows of grad_output, summed over repeated tokens of a sample."""
-    samples, (tokens, width) = use.samples, table.weight.shape
+    """Return rows of grad_output, summed over repeated tokens of a sample.
+
+    The row of the padding has no gradient.
+    """
+    samples = use.samples
+    tokens, width = table.weight.shape
     g = use.grad_output.new_zeros(samples * tokens, width)
-    rows = torch.arange(samples, device=g.device).mul_(tokens).unsqueeze(1)
-    g.index_add_(0, (rows + use.inputs).flatten(), use.grad_output.reshape(-1, width))
+    first_rows = torch.arange(samples, device=g.device).mul_(tokens).unsqueeze(1)
+    rows = (first_rows + use.inputs).flatten()
+    g.index_add_(0, rows, use.grad_output.reshape(-1, width))
     g = g.view(samples, tokens, width)
     if table.padding_idx is not None:
         g[:, table.padding_idx] = 0
@@ -227,5 +317,9 @@ def _embedding(table: Any, use: Use) -> Gradients:
 
 def _over_positions(by_row: Tensor, rows: int) -> Tensor:
     """Sum (samples * rows, channels, ...) to (samples, channels)."""
-    summed = by_row.sum(tuple(range(2, by_row.ndim))) if by_row.ndim > 2 else by_row
-    return summed.reshape(len(by_row) // rows, rows, -1).sum(1)
+    summed = by_row
+    if by_row.ndim > 2:
+        positions = tuple(range(2, by_row.ndim))
+        summed = by_row.sum(positions)
+    samples = len(by_row) // rows
+    return summed.reshape(samples, rows, -1).sum(1)

@@ -1,9 +1,13 @@
-"""Layers of a model, and their slices of theta, the flat vector of all parameters."""
+"""Layers of a model, and their slices of theta, the flat vector of all parameters.
+
+Algorithm 1 is one of vectors: theta, m, v, s and b have shape (d,), one coordinate per trained
+parameter. Networks have modules. A layer is where both meet: a module's parameters are a slice of
+theta, and the module's type decides how per-sample gradients in this slice are computed.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +37,11 @@ class Layer:
         swapped: the weight is that of a Linear layer, transposed, so inputs and output gradients
             are exchanged.
         padding: row of an embedding's weight that is never trained.
+
+    Example:
+        >>> [layer] = find_layers(nn.Linear(3, 2))
+        >>> layer.stop, layer.slices
+        (8, {'weight': slice(0, 6, None), 'bias': slice(6, 8, None)})
     """
 
     name: str
@@ -52,54 +61,79 @@ class Layer:
     @property
     def size(self) -> int:
         """Return the number of coordinates that are trained."""
-        whole = sum(p.numel() for p in self.parameters.values())
         padding: int = self.skipped.stop - self.skipped.start
-        return whole - padding
+        return self.stop - self.start - padding
 
     @property
     def slices(self) -> dict[str, slice]:
         """Return the slice of each parameter within the layer's slice."""
-        ends = accumulate(p.numel() for p in self.parameters.values())
-        pairs = zip(self.parameters.items(), ends, strict=True)
-        return {name: slice(end - p.numel(), end) for (name, p), end in pairs}
+        slices = {}
+        begin = 0
+        for name, p in self.parameters.items():
+            slices[name] = slice(begin, begin + p.numel())
+            begin += p.numel()
+        return slices
 
     @property
     def skipped(self) -> slice:
         """Return the slice of the padding within the layer's slice; an empty one without it."""
         if self.padding is None:
             return slice(0, 0)
-        weight = self.parameters["weight"]
-        begin = self.slices["weight"].start + self.padding * weight.shape[1]
-        return slice(begin, begin + weight.shape[1])
+        width = self.parameters["weight"].shape[1]
+        begin = self.slices["weight"].start + self.padding * width
+        return slice(begin, begin + width)
 
 
 def skipped_by(layers: Iterable[Layer]) -> list[slice]:
     """Return the slices of theta that are never trained, in order."""
-    gaps = ((layer.start, layer.skipped) for layer in layers if layer.padding is not None)
-    return [slice(start + gap.start, start + gap.stop) for start, gap in gaps]
+    gaps = []
+    for layer in layers:
+        if layer.padding is not None:
+            gap = layer.skipped
+            gaps.append(slice(layer.start + gap.start, layer.start + gap.stop))
+    return gaps
 
 
 def blocks(size: int, device: torch.device, skipped: Sequence[slice] = ()) -> list[slice]:
-    """Split 0 to ``size``, without the slices ``skipped``, into slices of about :data:`BLOCK`.
+    """Split a vector into slices of about :data:`BLOCK` coordinates, which stay in a cache.
 
-    On other devices than a CPU, only what is skipped splits it.
+    Args:
+        size: number of coordinates.
+        device: device of the vector. On others than a CPU, only what is skipped splits it.
+        skipped: slices that are left out, in order.
+
+    Example:
+        >>> blocks(10, torch.device("cpu"), skipped=[slice(4, 6)])
+        [slice(0, 4, None), slice(6, 10, None)]
     """
-    begins = 0, *(gap.stop for gap in skipped)
-    ends = *(gap.start for gap in skipped), size
-    found: list[slice] = []
+    begins = [0] + [gap.stop for gap in skipped]
+    ends = [gap.start for gap in skipped] + [size]
+    slices: list[slice] = []
     for begin, end in zip(begins, ends, strict=True):
-        count = max(1, round((end - begin) / BLOCK)) if device.type == "cpu" else 1
-        step = max(1, -(-(end - begin) // count))
-        found += [slice(at, min(at + step, end)) for at in range(begin, end, step)]
-    return found
+        size_between = end - begin
+        count = max(1, round(size_between / BLOCK)) if device.type == "cpu" else 1
+        step = max(1, -(-size_between // count))
+        for first in range(begin, end, step):
+            slices.append(slice(first, min(first + step, end)))
+    return slices
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of its modules.
 
     A module is one layer, an attention or recurrent layer one for each of its projections, and a
-    parameter that several modules share a layer of all of them. Raises ModelError if nothing is
-    trainable.
+    parameter that several modules share a layer of all of them.
+
+    Args:
+        model: a network. Parameters with ``requires_grad=False`` are in no layer.
+
+    Raises:
+        ModelError: nothing is trainable.
+
+    Example:
+        >>> layers = find_layers(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)))
+        >>> [(layer.name, layer.start, layer.stop) for layer in layers]
+        [('0', 0, 8), ('2', 8, 11)]
     """
     layers: list[Layer] = []
     start = 0
@@ -116,52 +150,61 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _owners(model: nn.Module) -> Iterator[Layer]:
     """Yield modules with the trainable parameters that they have directly."""
-    inside: set[nn.Module] = set()
+    inside_composites: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if module in inside:
+        if module in inside_composites:
             continue
         prefix = f"{name}." if name else ""
-        if parts := projections(module):
-            inside.update(module.modules())
-            for key, linear in parts.items():
-                own = _trainable(linear)
-                yield Layer(prefix + key, linear, own, (linear,), composite=module)
+        linear_layers = projections(module)
+        if linear_layers:
+            inside_composites.update(module.modules())
+            for key, linear in linear_layers.items():
+                yield Layer(prefix + key, linear, _trainable(linear), (linear,), composite=module)
             continue
-        own = _trainable(module)
-        turned = transposed(module)
-        if turned is not None and "weight" in own:
-            weight = {"weight": own.pop("weight")}
-            yield Layer(f"{prefix}weight", turned, weight, (module,), swapped=True)
-        yield Layer(name, module, own, (module,))
+        parameters = _trainable(module)
+        linear_transposed = transposed(module)
+        if linear_transposed is not None and "weight" in parameters:
+            weight = {"weight": parameters.pop("weight")}
+            yield Layer(f"{prefix}weight", linear_transposed, weight, (module,), swapped=True)
+        yield Layer(name, module, parameters, (module,))
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that a module has directly."""
     return {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
 
 
 def _with_ties(owners: Sequence[Layer]) -> Iterator[Layer]:
-    """Yield owners, with a layer of its own for each parameter that several of them have.
+    """Yield owners, with a separate layer for each parameter that several of them have.
 
     It comes where the first of them was. If calls of others than :data:`TIEABLE` modules use it,
     no rule adds up its gradients.
     """
-    users: dict[int, list[Layer]] = {}
+    owners_of: dict[int, list[Layer]] = {}
     for owner in owners:
         for p in owner.parameters.values():
-            users.setdefault(id(p), []).append(owner)
+            owners_of.setdefault(id(p), []).append(owner)
     for owner in owners:
-        own = dict[str, nn.Parameter]()
+        untied = dict[str, nn.Parameter]()
         for key, p in owner.parameters.items():
-            tied = users[id(p)]
+            tied = owners_of[id(p)]
             if len(tied) == 1:
-                own[key] = p
+                untied[key] = p
             elif tied[0] is owner:
-                known = all(type(each.module) in TIEABLE for each in tied)
-                called = tuple(module for each in tied for module in each.called)
-                name = f"{owner.name}.{key}".strip(".")
-                whole = replace(owner, parameters={key: p}, called=called if known else ())
-                yield _padded(replace(whole, name=name), tied)
-        yield _padded(replace(owner, parameters=own), [owner])
+                yield _tied_layer(key, p, tied)
+        yield _padded(replace(owner, parameters=untied), [owner])
+
+
+def _tied_layer(key: str, p: nn.Parameter, owners: Sequence[Layer]) -> Layer:
+    """Return the layer of a parameter that several modules share, by the name of the first."""
+    first = owners[0]
+    called: tuple[nn.Module, ...] = ()
+    if all(type(owner.module) in TIEABLE for owner in owners):
+        for owner in owners:
+            called += owner.called
+    name = f"{first.name}.{key}".strip(".")
+    layer = replace(first, name=name, parameters={key: p}, called=called)
+    return _padded(layer, owners)
 
 
 def _padded(layer: Layer, users: Iterable[Layer]) -> Layer:
@@ -174,6 +217,16 @@ def flatten_parameters(layers: Iterable[Layer]) -> Tensor:
     """Move all parameters into one vector theta, shape (d,), and make each a view of it.
 
     Updating theta in place updates the model. ``requires_grad`` of the parameters is turned off.
+
+    Args:
+        layers: all layers of a model, in the order of their slices.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> theta = flatten_parameters(find_layers(model))
+        >>> _ = theta.fill_(0.5)
+        >>> model.bias.tolist()
+        [0.5]
     """
     parameters = [p for layer in layers for p in layer.parameters.values()]
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
@@ -189,6 +242,9 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
     Their gradients are computed per sample. Outside, a program sees what it trains, and can freeze
     it.
+
+    Args:
+        parameters: trained parameters.
     """
     try:
         for p in parameters:

@@ -1,4 +1,8 @@
-"""Per-sample gradients of vectors that are looked up, without those that a sample does not read."""
+"""Per-sample gradients of vectors that are looked up, without those that a sample does not read.
+
+A table of categories has a vector for each value of each column, of which a sample reads one per
+column. Its gradient is 0 in all other rows, so norms and sums take the rows that are read.
+"""
 
 from dataclasses import dataclass
 
@@ -19,10 +23,22 @@ class LookedUp:
 
     where the first two sums are over all vectors and the last one over all coordinates. They are
     computed in float64.
+
+    Attributes:
+        rows: rows that are read, shape (samples, views, columns).
+        vectors: gradients w.r.t. their vectors, shape (samples, views, columns, width).
+
+    Example:
+        >>> rows = torch.tensor([[0, 2]])  # one sample, whose two columns read rows 0 and 2
+        >>> vectors = torch.tensor([[[1.0], [3.0]]])
+        >>> total = torch.empty(4)  # a table of four rows with one number each
+        >>> LookedUp.of(rows, vectors, columns=2).weighted_sum(torch.tensor([0.5]), None, total)
+        >>> total
+        tensor([0.5000, 0.0000, 1.5000, 0.0000])
     """
 
-    rows: Tensor  # rows that are read, (samples, views, columns)
-    vectors: Tensor  # gradients w.r.t. their vectors, (samples, views, columns, width)
+    rows: Tensor
+    vectors: Tensor
 
     @staticmethod
     def of(rows: Tensor, vectors: Tensor, columns: int) -> "LookedUp":
@@ -33,13 +49,16 @@ class LookedUp:
             vectors: shape (samples, views * columns, width).
             columns: number of columns, which never share a row.
         """
+        by_view = (-1, columns)
         return LookedUp(
-            torch.unflatten(rows, 1, (-1, columns)), torch.unflatten(vectors, 1, (-1, columns))
+            rows=torch.unflatten(rows, 1, by_view),
+            vectors=torch.unflatten(vectors, 1, by_view),
         )
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms from the rows that a sample reads."""
-        g, views = self.vectors.double(), self.vectors.shape[1]
+        g = self.vectors.double()
+        views = self.vectors.shape[1]
         inverse = metric.inverse.double()
         if metric.centre is not None:
             inverse = self._rows_of(metric.inverse)
@@ -52,8 +71,9 @@ class LookedUp:
             value = value.sub_(cross, alpha=2).add_(metric.s3)
         # By the triangle and the Cauchy-Schwarz inequality. m A has the precision of the metric.
         reach = by_view.sqrt().sum(1)
+        u = roundoff(views, metric.inverse.dtype)
         slack = (reach + metric.s3.sqrt()).square_()
-        slack.mul_(roundoff(views, metric.inverse.dtype))
+        slack.mul_(u)
         # With a single view, the sum reads the same floats as the norm.
         reach = reach.square_() if views > 1 else torch.zeros_like(reach)
         return SquaredNorms(value, slack, reach)
@@ -62,7 +82,8 @@ class LookedUp:
         """Add up vectors by their row, in float64."""
         weighted = kept(self.vectors.double() * c.double().view(-1, 1, 1, 1), valid)
         width = self.vectors.shape[3]
-        total = weighted.new_zeros(len(out) // width, width)
+        table_rows = len(out) // width
+        total = weighted.new_zeros(table_rows, width)
         total.index_add_(0, self.rows.flatten(), weighted.flatten(0, 2))
         out.copy_(total.flatten())
 
@@ -72,10 +93,12 @@ class LookedUp:
 
     def _summed(self, g: Tensor) -> Tensor:
         """Return the gradient h of the row of each vector, in the shape of ``g``."""
-        by_column = self.rows.transpose(1, 2)
-        alike = (by_column.unsqueeze(3) == by_column.unsqueeze(2)).double()
-        return (alike @ g.transpose(1, 2)).transpose(1, 2)
+        by_column = self.rows.transpose(1, 2)  # (samples, columns, views)
+        alike = by_column.unsqueeze(3) == by_column.unsqueeze(2)
+        summed = alike.double() @ g.transpose(1, 2)
+        return summed.transpose(1, 2)
 
     def _rows_of(self, coordinates: Tensor) -> Tensor:
         """Return the coordinates of the row of each vector, float64, in the shape of vectors."""
-        return coordinates.view(-1, self.vectors.shape[3])[self.rows].double()
+        table = coordinates.view(-1, self.vectors.shape[3])
+        return table[self.rows].double()

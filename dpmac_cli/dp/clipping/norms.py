@@ -1,4 +1,9 @@
-"""Squared whitened norms with bounds on their rounding error, and the metric that defines them."""
+"""Squared whitened norms with bounds on their rounding error, and the metric that defines them.
+
+||w_i||^2 of line 7 of Algorithm 1 is ||(g_i - m)/b||^2 = sum_j (g_ij - m_j)^2 A_j with A = 1/b^2.
+A norm that is computed too small would let a sample contribute more than 1. So every norm carries a
+bound on its error, and samples are clipped by the sum of both.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,24 +26,38 @@ ROW = 256
 class SquaredNorms:
     """Computed ||(g_i - m)/b||^2 in float64, with bounds on rounding.
 
-    ``slack`` bounds the error of ``value``. ``reach`` is R_i^2 if the weighted sum does not read
-    the same floats as the norm: c_i R_i times the precision bounds its rounding of sample i.
+    Attributes:
+        value: squared norms, shape (samples,).
+        slack: bound on the error of ``value``, shape (samples,).
+        reach: R_i^2 if the weighted sum does not read the same floats as the norm: c_i R_i times
+            the precision bounds its rounding of sample i; shape (samples,). Otherwise 0.
     """
 
-    value: Tensor  # (samples,)
-    slack: Tensor  # (samples,)
-    reach: Tensor  # (samples,)
+    value: Tensor
+    slack: Tensor
+    reach: Tensor
 
     def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
+        """Return the norms over the coordinates of both."""
         return SquaredNorms(
-            self.value + other.value, self.slack + other.slack, self.reach + other.reach
+            value=self.value + other.value,
+            slack=self.slack + other.slack,
+            reach=self.reach + other.reach,
         )
 
     @staticmethod
     def of(groups: Iterable["SquaredNorms"]) -> "SquaredNorms":
-        """Return the norms of several groups of samples, one after another."""
-        fields = zip(*((part.value, part.slack, part.reach) for part in groups), strict=True)
-        return SquaredNorms(*map(torch.cat, fields))
+        """Return the norms of several groups of samples, one after another.
+
+        Args:
+            groups: norms of each group, in the order of the samples; at least one.
+        """
+        parts = list(groups)
+        return SquaredNorms(
+            value=torch.cat([part.value for part in parts]),
+            slack=torch.cat([part.slack for part in parts]),
+            reach=torch.cat([part.reach for part in parts]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +65,28 @@ class LayerMetric:
     """Whitened metric of one layer. Norms computed with A must be divided by the region's factor.
 
     A ball has one A for all coordinates and no centre.
+
+    Attributes:
+        inverse: A = factor / b^2, shape (d_layer,); shape () for a ball.
+        centre_inverse: m A, shape (d_layer,); None for a ball.
+        centre: m, shape (d_layer,); None for a ball.
+        s3: sum of m^2 A, rounded up, float64, shape ().
+        largest: the largest A, shape ().
     """
 
-    inverse: Tensor  # A = factor / b^2, (d_layer,), or () for a ball
-    centre_inverse: Tensor | None  # m A, (d_layer,)
-    centre: Tensor | None  # m, (d_layer,)
-    s3: Tensor  # sum of m^2 A, float64, ()
-    largest: Tensor  # the largest A, ()
+    inverse: Tensor
+    centre_inverse: Tensor | None
+    centre: Tensor | None
+    s3: Tensor
+    largest: Tensor
 
     def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
         """Return squared norms of g - m in A over some coordinates, float64, (samples,).
 
-        ``g`` and ``out`` have shape (samples, coordinates); ``out`` may be overwritten.
+        Args:
+            g: gradients, shape (samples, coordinates).
+            part: the layer's coordinates that ``g`` has.
+            out: memory that may be overwritten, in the shape of ``g``; None to allocate it.
         """
         if self.centre is None:
             return row_squares(g).mul_(self.inverse)
@@ -84,32 +113,55 @@ class RegionMetric:
         self._layers: dict[str, LayerMetric] = {}
 
     def of(self, layer: Layer) -> LayerMetric:
-        """Return the metric of one layer."""
+        """Return the metric of one layer, computed once.
+
+        Args:
+            layer: layer of the network whose ellipsoid this is.
+        """
         if layer.name not in self._layers:
             self._layers[layer.name] = self._part(slice(layer.start, layer.stop))
         return self._layers[layer.name]
 
     def centre_norm(self, layers: list[Layer]) -> Tensor:
-        """Return ||m/b||, float64, shape ()."""
+        """Return ||m/b||, float64, shape ().
+
+        Args:
+            layers: all layers of the network.
+        """
         s3 = torch.stack([self.of(layer).s3 for layer in layers]).sum()
         return (s3 / self.region.factor.double()).sqrt_()
 
     def _part(self, part: slice) -> LayerMetric:
+        """Return the metric of a slice of theta."""
         if self.region.is_ball:
             zero = torch.zeros_like(self._inverse, dtype=torch.float64)
             return LayerMetric(self._inverse, None, None, zero, self._inverse)
-        inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
-        s3, largest = [], []
+        inverse = self._inverse[part]
+        centre = self._centre[part]
+        centre_inverse = self._centre_inverse[part]
+        s3_of_blocks = []
+        largest_of_blocks = []
         for block in blocks(len(centre), centre.device):
-            torch.mul(centre[block], inverse[block], out=times[block])
-            s3.append(sum_rounded_up(centre[block] * times[block]))
-            largest.append(inverse[block].amax())
-        total, top = torch.stack(s3).sum(), torch.stack(largest).max()
-        return LayerMetric(inverse, times, centre, total, top)
+            torch.mul(centre[block], inverse[block], out=centre_inverse[block])
+            s3_of_blocks.append(sum_rounded_up(centre[block] * centre_inverse[block]))
+            largest_of_blocks.append(inverse[block].amax())
+        s3 = torch.stack(s3_of_blocks).sum()
+        largest = torch.stack(largest_of_blocks).max()
+        return LayerMetric(inverse, centre_inverse, centre, s3, largest)
 
 
 def kept(rows: Tensor, valid: Mask) -> Tensor:
-    """Set rows that are not valid to 0, because 0 times a non-finite number is not 0."""
+    """Set rows that are not valid to 0, because 0 times a non-finite number is not 0.
+
+    Args:
+        rows: shape (samples, ...).
+        valid: mask of the samples; None if all are valid.
+
+    Example:
+        >>> rows = torch.tensor([[1.0], [float("inf")]])
+        >>> 0 * rows[1], kept(rows, torch.tensor([True, False]))[1]
+        (tensor([nan]), tensor([0.]))
+    """
     if valid is None:
         return rows
     return torch.where(valid.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -119,27 +171,49 @@ def row_sums(numbers: Tensor) -> Tensor:
     """Return sums of rows, float64, shape (rows,).
 
     Groups of :data:`ROW` numbers are first summed in their own dtype, which is much faster.
+
+    Args:
+        numbers: shape (rows, columns).
     """
-    whole = numbers.shape[1] // ROW * ROW
-    parts = numbers[:, :whole].view(len(numbers), whole // ROW, ROW).sum(2)
-    return parts.sum(1, dtype=torch.float64).add_(numbers[:, whole:].sum(1))
+    groups = numbers.shape[1] // ROW
+    in_groups = numbers[:, : groups * ROW].view(len(numbers), groups, ROW)
+    rest = numbers[:, groups * ROW :].sum(1)
+    return in_groups.sum(2).sum(1, dtype=torch.float64).add_(rest)
 
 
 def row_squares(numbers: Tensor) -> Tensor:
-    """Return sums of the squares of rows, float64, shape (rows,); rounds as :func:`row_sums`."""
-    whole = numbers.shape[1] // ROW * ROW
-    parts = vector_norm(numbers[:, :whole].reshape(len(numbers), whole // ROW, ROW), dim=2)
-    rest = vector_norm(numbers[:, whole:], dim=1).double().square_()
-    squares: Tensor = parts.double().square_().sum(1).add_(rest)
+    """Return sums of the squares of rows, float64, shape (rows,); rounds as :func:`row_sums`.
+
+    Args:
+        numbers: shape (rows, columns).
+    """
+    groups = numbers.shape[1] // ROW
+    in_groups = numbers[:, : groups * ROW].reshape(len(numbers), groups, ROW)
+    norms = vector_norm(in_groups, dim=2)
+    rest = vector_norm(numbers[:, groups * ROW :], dim=1).double().square_()
+    squares: Tensor = norms.double().square_().sum(1).add_(rest)
     return squares
 
 
 def sum_rounded_up(terms: Tensor) -> Tensor:
-    """Return an upper bound on the exact sum of non-negative terms; float64, shape ()."""
+    """Return an upper bound on the exact sum of non-negative terms; float64, shape ().
+
+    Args:
+        terms: shape (terms,).
+    """
     total = row_sums(terms.unsqueeze(0)).squeeze(0)
     return total.mul_(1 + ROW * torch.finfo(terms.dtype).eps)
 
 
 def roundoff(terms: int, dtype: torch.dtype) -> float:
-    """Return u, a bound on the relative error of the sums behind one squared norm."""
+    """Return u, a bound on the relative error of the sums behind one squared norm.
+
+    Args:
+        terms: number of terms of the sums that are added in ``dtype``.
+        dtype: type of the numbers.
+
+    Example:
+        >>> roundoff(100, torch.float32) < 1e-5
+        True
+    """
     return (terms + 10) * torch.finfo(dtype).eps / 2

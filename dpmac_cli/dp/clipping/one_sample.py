@@ -1,11 +1,15 @@
-"""Loss and gradients of one sample at a time, without vmap: what vmap is compared with."""
+"""Loss and gradients of one sample at a time, without vmap.
+
+They are the reference with which gradients by rule are compared when a network is validated, and
+the way to run networks that vmap cannot run.
+"""
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,8 @@ from dpmac_cli.dp.weights import (
     of_unit,
 )
 from dpmac_cli.errors import ModelError
+
+Module = TypeVar("Module", bound=nn.Module)
 
 #: Largest error of gradients in float64, relative to the layer's largest.
 TOLERANCE = 1e-6
@@ -59,21 +65,41 @@ class OneSample:
         rowwise: bool,
         weigh: Weigh | None,
     ) -> None:
-        self._loss_of, self._names, self._views = loss_of, names, views
-        self._rowwise, self._weigh = rowwise, weigh
+        self._loss_of = loss_of
+        self._names = names
+        self._views = views
+        self._rowwise = rowwise
+        self._weigh = weigh
         self.single = False
 
     def loss(
         self, network: Callable[[Batch], Any], x: Batch, y: Batch, apart: WeightsApart | None = None
     ) -> tuple[Tensor, Weights]:
-        """Return loss and weight of one sample: the mean loss, with weights, over its views."""
-        alone = partial(torch.unsqueeze, dim=0)
-        rows, labels = (t if self._views > 1 else map_rows(alone, t) for t in (x, y))
+        """Return loss and weight of one sample: the mean loss, with weights, over its views.
+
+        Args:
+            network: maps the rows of the sample to outputs.
+            x: inputs of the sample, shape (...), or (views, ...) if there are several.
+            y: its labels, in the same form.
+            apart: mode that takes class weights out of the loss; None for a new one.
+
+        Returns:
+            The loss, shape (), and the weight, shape ().
+
+        Raises:
+            ModelError: there are weights in the loss and beside it, or the loss is not per record.
+        """
+        rows, labels = x, y
+        if self._views == 1:
+            add_row_dimension = partial(torch.unsqueeze, dim=0)
+            rows = map_rows(add_row_dimension, x)
+            labels = map_rows(add_row_dimension, y)
         apart = apart or WeightsApart(self._views)
         with nullcontext() if self._rowwise else apart:
             outputs = network(rows)
             loss_of = _without_memory(self._loss_of)
-            losses = loss_of(outputs.float() if self.single else outputs, labels)
+            of_loss = outputs.float() if self.single else outputs
+            losses = loss_of(of_loss, labels)
         if self._weigh is not None:
             if apart.weights is not None:
                 raise ModelError(TWO_WEIGHTS)
@@ -92,20 +118,25 @@ class OneSample:
     ) -> Iterator[tuple[Tensor, Weights, dict[str, Tensor | None]]]:
         """Yield loss, weight and gradients of each sample by parameter; None if it has no effect.
 
-        Each sample gets a new copy of the network, so none leaves anything to the next. Tensors in
-        ``shared`` are not copied.
+        Each sample gets a new copy of the network, so none leaves anything to the next.
+
+        Args:
+            model: the network.
+            x: inputs of the samples.
+            y: labels of the samples.
+            shared: tensors of the network that are not copied.
         """
-        same = {id(t): t for t in shared}
         for i in range(samples_in(x)):
-            x_i, y_i = (map_rows(partial(row_of, i), batch) for batch in (x, y))
-            alone = copy.deepcopy(model, dict(same)).requires_grad_(False)
-            named = dict(alone.named_parameters())
-            trained = {name: named[name].requires_grad_() for name in self._names}
+            x_i, y_i = sample_of(i, x), sample_of(i, y)
+            alone = copied(model, shared).requires_grad_(False)
+            parameters = dict(alone.named_parameters())
+            trained = {name: parameters[name].requires_grad_() for name in self._names}
             with torch.enable_grad():
                 loss, weight = self.loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            yield loss.detach(), weight, {name: _taken(p) for name, p in trained.items()}
+            gradients = {name: _take_gradient(p) for name, p in trained.items()}
+            yield loss.detach(), weight, gradients
 
 
 def _without_memory(loss: Loss) -> Loss:
@@ -115,36 +146,72 @@ def _without_memory(loss: Loss) -> Loss:
     """
     if not isinstance(loss, nn.Module):
         return loss
-    return copy.deepcopy(loss, {id(p): p for p in loss.parameters()})
+    return copied(loss, loss.parameters())
 
 
-def _taken(p: Tensor) -> Tensor | None:
+def copied(module: Module, shared: Iterable[Tensor] = ()) -> Module:
+    """Return a deep copy of a module.
+
+    Args:
+        module: a network or a loss.
+        shared: tensors of the module that the copy shares with it.
+
+    Example:
+        >>> module = nn.BatchNorm1d(2)
+        >>> copy_of = copied(module, module.parameters())
+        >>> copy_of.weight is module.weight, copy_of.running_mean is module.running_mean
+        (True, False)
+    """
+    return copy.deepcopy(module, {id(t): t for t in shared})
+
+
+def _take_gradient(p: Tensor) -> Tensor | None:
     """Return the gradient of a parameter, and leave none."""
-    g, p.grad = p.grad, None
+    g = p.grad
+    p.grad = None
     return None if g is None else g.to_dense()
 
 
-def row_of(index: int, rows: Tensor) -> Tensor:
-    """Return a copy of one row."""
-    return rows[index].clone()
+def sample_of(index: int, batch: Batch) -> Batch:
+    """Return one sample of a batch, without the dimension of rows, in new memory.
+
+    Args:
+        index: number of the sample.
+        batch: tensors of shape (samples, ...).
+    """
+    return map_rows(lambda rows: rows[index].clone(), batch)
 
 
 def alike(
-    found: Sequence[Tensor], expected: Sequence[Tensor | None], tolerance: float = TOLERANCE
+    computed: Sequence[Tensor], expected: Sequence[Tensor | None], tolerance: float = TOLERANCE
 ) -> bool:
-    """Return whether numbers are finite and differ only by rounding; overwrites ``found``.
+    """Return whether numbers are finite and differ only by rounding.
 
-    None stands for zeros.
+    Args:
+        computed: tensors, which are overwritten.
+        expected: tensors with as many numbers; None stands for zeros.
+        tolerance: largest difference, relative to the largest number that is expected.
+
+    Example:
+        >>> alike([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.0 + 1e-7])])
+        True
+        >>> alike([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.1])])
+        False
     """
-    sizes = [_largest(b) for b in expected if b is not None]
-    errors = [
-        _largest(a if b is None else a.sub_(b.reshape(a.shape)))
-        for a, b in zip(found, expected, strict=True)
-    ]
-    return max(errors) <= tolerance * max(sizes, default=0.0) < math.inf
+    largest = 0.0
+    largest_error = 0.0
+    for a, b in zip(computed, expected, strict=True):
+        error = a
+        if b is not None:
+            largest = max(largest, _largest(b))
+            error = a.sub_(b.reshape(a.shape))
+        largest_error = max(largest_error, _largest(error))
+    return largest_error <= tolerance * largest < math.inf
 
 
 def _largest(numbers: Tensor) -> float:
     """Return the largest absolute value; infinity if a number is not finite."""
-    size = float(vector_norm(numbers, torch.inf)) if numbers.numel() else 0.0
+    if not numbers.numel():
+        return 0.0
+    size = float(vector_norm(numbers, torch.inf))
     return math.inf if math.isnan(size) else size

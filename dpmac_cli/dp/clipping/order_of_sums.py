@@ -3,6 +3,9 @@
 Where terms are added up in another order, numbers of very different sizes nearly always
 give another sum, whatever the weights of a network are. The idea is that of FPRev (arXiv
 2411.00442), with random numbers.
+
+Both are modes of torch: in the block below ``with``, they see every operation of a network. They
+are used in trials alone, when a network is validated, and never on records.
 """
 
 import math
@@ -17,24 +20,91 @@ from dpmac_cli.dp.clipping.batches import tensors_in
 
 #: Operations that add up nothing: they copy, choose or fill.
 EXACT = frozenset(
-    {
-        *("clone", "copy", "_to_copy", "detach", "alias", "lift_fresh", "cat", "stack", "repeat"),
-        *("zeros_like", "ones_like", "empty_like", "full_like", "constant_pad_nd", "roll", "flip"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "tril", "triu"),
-        *("index", "index_select", "gather", "embedding", "where", "sort", "topk"),
-        *("max", "min", "amax", "amin"),
-    }
+    [
+        "clone",
+        "copy",
+        "_to_copy",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "cat",
+        "stack",
+        "repeat",
+        "roll",
+        "flip",
+        "tril",
+        "triu",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "constant_pad_nd",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+        "index",
+        "index_select",
+        "gather",
+        "embedding",
+        "where",
+        "sort",
+        "topk",
+        "max",
+        "min",
+        "amax",
+        "amin",
+    ]
 )
 #: Elementwise operations on numbers whose result is the nearest number or one of theirs, however
 #: they are computed.
 NEAREST = frozenset(
-    {
-        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "relu", "threshold_backward"),
-        *("clamp", "clamp_min", "clamp_max", "hardtanh", "maximum", "minimum", "where", "sign"),
-        *("leaky_relu", "leaky_relu_backward", "hardtanh_backward", "masked_fill", "copy", "sgn"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "floor", "ceil"),
-        *("round", "trunc", "_to_copy", "clone", "nan_to_num", "fill", "bernoulli", "mse_loss"),
-    }
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sqrt",
+        "relu",
+        "threshold_backward",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "hardtanh",
+        "maximum",
+        "minimum",
+        "where",
+        "sign",
+        "sgn",
+        "leaky_relu",
+        "leaky_relu_backward",
+        "hardtanh_backward",
+        "masked_fill",
+        "copy",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isnan",
+        "isfinite",
+        "isinf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "_to_copy",
+        "clone",
+        "nan_to_num",
+        "fill",
+        "bernoulli",
+        "mse_loss",
+    ]
 )
 #: Number of elements that the elementwise loops of torch take at a time. It computes the rest by
 #: other code, which rounds sigmoid, SiLU, ELU, softplus and others otherwise.
@@ -70,10 +140,10 @@ class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return func(*args, **kwargs)
         try:
             crafted, named = tree_map(_showing_order, (args, kwargs))
-            found = func(*crafted, **named)
+            result = func(*crafted, **named)
         except RuntimeError:  # it takes no such numbers
             return func(*args, **kwargs)
-        return tree_map(_ordinary, found)
+        return tree_map(_ordinary, result)
 
 
 class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -95,14 +165,15 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__.rstrip("_")
         nearest = name in NEAREST or (name == "pow" and args[1] in (1, 2))
-        untagged = name in UNTAGGED
-        if untagged or (torch.Tag.pointwise in func.tags and not nearest):
-            sizes = [t.numel() for t in tensors_in(result) if t.is_floating_point()]
-            self.ends |= any(size % BLOCK for size in sizes)
-            size = max(sizes, default=0)
-            backward = name.endswith("_backward")  # which has no kinks
-            if not backward and size > self.largest and self._rounds_rest(func, args, kwargs):
-                self.largest = size
+        rounds = torch.Tag.pointwise in func.tags and not nearest
+        if not rounds and name not in UNTAGGED:
+            return result
+        sizes = [t.numel() for t in tensors_in(result) if t.is_floating_point()]
+        self.ends |= any(size % BLOCK for size in sizes)
+        largest = max(sizes, default=0)
+        backward = name.endswith("_backward")  # which has no kinks
+        if not backward and largest > self.largest and self._rounds_rest(func, args, kwargs):
+            self.largest = largest
         return result
 
     def _rounds_rest(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -116,10 +187,23 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 def shares_of(elements: int) -> int:
     """Return a number of rows of which each thread has as many in an elementwise operation.
 
-    It is the least common multiple of all numbers of threads that may share ``elements``; 1 if none
-    do. In a multiple of it and of :data:`BLOCK`, no thread has a rest.
+    It is the least common multiple of all numbers of threads that may share the elements. In a
+    multiple of it and of :data:`BLOCK`, no thread has a rest.
+
+    Args:
+        elements: number of elements of the operation.
+
+    Returns:
+        1 if it has so few elements that one thread computes them.
+
+    Example:
+        >>> shares_of(100)
+        1
     """
-    return math.lcm(*range(1, torch.get_num_threads() + 1)) if elements >= SHARED else 1
+    if elements < SHARED:
+        return 1
+    numbers_of_threads = range(1, torch.get_num_threads() + 1)
+    return math.lcm(*numbers_of_threads)
 
 
 def _rounds_rest_otherwise(func: Any, args: Any, kwargs: Any) -> bool:
@@ -134,39 +218,45 @@ def _rounds_rest_otherwise(func: Any, args: Any, kwargs: Any) -> bool:
         return torch.randn(SHOWN, generator=generator).to(value)
 
     leaves, form = tree_flatten((args, kwargs))
-    numbers = list(map(drawn, leaves))
+    arguments = [drawn(leaf) for leaf in leaves]
 
     def computed(some: slice) -> Tensor:
-        own = [of[some].clone() if isinstance(of, Tensor) and of.ndim else of for of in numbers]
-        few, named = tree_unflatten(own, form)
-        found: Tensor = func(*few, **named)
-        return found.nan_to_num()
+        parts = []
+        for argument in arguments:
+            is_row = isinstance(argument, Tensor) and argument.ndim
+            parts.append(argument[some].clone() if is_row else argument)
+        few, named = tree_unflatten(parts, form)
+        result: Tensor = func(*few, **named)
+        return result.nan_to_num()
 
-    few = BLOCK // 2
+    size = BLOCK // 2
     try:
-        parts = [computed(slice(begin, begin + few)) for begin in range(0, SHOWN, few)]
-        return not torch.equal(computed(slice(SHOWN)), torch.cat(parts))
+        pieces = [computed(slice(begin, begin + size)) for begin in range(0, SHOWN, size)]
+        return not torch.equal(computed(slice(SHOWN)), torch.cat(pieces))
     except RuntimeError:  # it takes no such numbers
         return True
 
 
 def _adds_up(func: Any) -> bool:
     """Return whether an operation may add up numbers."""
-    known = func.is_view or func._schema.is_mutable or torch.Tag.pointwise in func.tags
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    name = func.overloadpacket.__name__
-    return not (known or random or name in EXACT)
+    if func.is_view or func._schema.is_mutable:
+        return False
+    if torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return func.overloadpacket.__name__ not in EXACT
 
 
 def _showing_order(value: Any) -> Any:
     """Return a tensor of numbers from 2^-12 to 2^12 of either sign, in memory of the same form."""
     if not isinstance(value, Tensor) or value.dtype not in FORMATS or value.numel() == 0:
         return value
-    sizes = zip(value.shape, value.stride(), strict=True)
-    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    span = 1  # numbers from the first to the last in memory
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        span += (size - 1) * stride
     begin = value.storage_offset() % 16  # alignment to 64 bytes
     memory = value.new_zeros(begin + span)
-    memory[begin:] = _hashed(value.as_strided((span,), (1,)), EXPONENTS, EXPONENTS // 2)
+    in_memory = value.as_strided((span,), (1,))
+    memory[begin:] = _hashed(in_memory, EXPONENTS, below=EXPONENTS // 2)
     return memory.as_strided(value.shape, value.stride(), begin)
 
 
@@ -174,7 +264,7 @@ def _ordinary(value: Any) -> Any:
     """Return a tensor of numbers from 1/2 to 2 of either sign."""
     if not isinstance(value, Tensor) or value.dtype not in FORMATS:
         return value
-    return _hashed(value, 2, 1)
+    return _hashed(value, exponents=2, below=1)
 
 
 def _hashed(numbers: Tensor, exponents: int, below: int) -> Tensor:
@@ -182,7 +272,8 @@ def _hashed(numbers: Tensor, exponents: int, below: int) -> Tensor:
 
     Args:
         numbers: tensor of any shape.
-        exponents: number of different exponents. below: how many of them are negative.
+        exponents: number of different exponents.
+        below: number of negative ones among them.
     """
     integers, mantissa, width, bias, first, second = FORMATS[numbers.dtype]
     bits = numbers.view(integers) * first
@@ -190,5 +281,5 @@ def _hashed(numbers: Tensor, exponents: int, below: int) -> Tensor:
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))  # the sign stays random
     exponent = (bits >> 7).bitwise_and_(0xFFFF).mul_(exponents).bitwise_right_shift_(16)
     exponent.add_(bias - below).bitwise_left_shift_(mantissa)
-    others = ~(((1 << width) - 1) << mantissa)
-    return bits.bitwise_and_(others).bitwise_or_(exponent).view(numbers.dtype)
+    mask = ((1 << width) - 1) << mantissa
+    return bits.bitwise_and_(~mask).bitwise_or_(exponent).view(numbers.dtype)

@@ -1,4 +1,8 @@
-"""Per-sample gradients of Linear layers as sums of outer products, never written out."""
+"""Per-sample gradients of Linear layers as sums of outer products, never written out.
+
+For a Linear layer with one position per sample, all norms of a batch take two matrix products of
+its size in an ellipsoid, and none in a ball. The weighted sum is one more.
+"""
 
 from dataclasses import dataclass
 
@@ -21,44 +25,66 @@ class OuterProducts:
                                                     S2_i = sum_jk delta_ij a_ik (m A)_jk,
                                                     S3   = sum_jk m_jk^2 A_jk.
 
-    ``grad_output``, delta above, are gradients of the loss w.r.t. the layer's outputs, ``a`` are
-    its inputs. ``bias`` is True if the bias is trainable.
+    Attributes:
+        grad_output: gradients of the loss w.r.t. the layer's outputs, delta above, shape
+            (samples, terms, out).
+        a: its inputs, shape (samples, terms, in).
+        bias: whether the bias is trainable.
+
+    Example:
+        >>> grad_output, a = torch.tensor([[[2.0]]]), torch.tensor([[[3.0, 4.0]]])
+        >>> products = OuterProducts(grad_output, a, bias=True)
+        >>> products.weights()  # of one sample
+        tensor([[[6., 8.]]])
+        >>> total = torch.empty(3)  # weights, then bias
+        >>> products.weighted_sum(torch.tensor([0.5]), None, total)
+        >>> total
+        tensor([3., 4., 1.])
     """
 
-    grad_output: Tensor  # (samples, terms, out)
-    a: Tensor  # (samples, terms, in)
+    grad_output: Tensor
+    a: Tensor
     bias: bool
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return S1 - 2 S2 + S3 with matrix products, or for a ball with products of norms."""
         if metric.centre_inverse is None:
             return self._in_a_ball(metric.inverse.double())
-        u, a, grad_output = roundoff(self._widths, self.a.dtype), self.a, self.grad_output
-        a_squared, grad_output_squared, terms = a.square(), grad_output.square(), a.shape[1]
-        alike = self._contract(a_squared, grad_output_squared, metric.inverse)
+        a = self.a
+        grad_output = self.grad_output
+        terms = a.shape[1]
+        u = roundoff(self._widths, a.dtype)
+        a_squared = a.square()
+        grad_output_squared = grad_output.square()
+        alike = self._contract(
+            a_squared, grad_output_squared, metric.inverse
+        )  # pairs of a term with itself
         # By Cauchy-Schwarz, the error of a pair is at most u times the product of its norms.
         reach = alike.mul(1 + u).sqrt_().sum(1)
         slack = (reach + (metric.s3 * (1 + u)).sqrt()).square_().mul_(u)
         slack.add_(self._underflow(a_squared, grad_output_squared, metric), alpha=terms)
         cross = self._contract(a, grad_output, metric.centre_inverse)
-        value = alike.sum(1).sub_(cross.sum(1), alpha=2).add_(metric.s3)
-        if terms > 1:
-            i, j = torch.triu_indices(terms, terms, 1, device=a.device)
-            across = self._contract(
-                a[:, i] * a[:, j], grad_output[:, i] * grad_output[:, j], metric.inverse
-            )
-            value.add_(across.sum(1), alpha=2)
-        # With a single term, the sum reads the same floats as the norm.
-        reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
-        return SquaredNorms(value, slack, reach)
+        s1 = alike.sum(1)  # without pairs of different terms
+        s2 = cross.sum(1)
+        value = s1.sub_(s2, alpha=2).add_(metric.s3)
+        if terms == 1:
+            # The sum reads the same floats as the norm.
+            return SquaredNorms(value, slack, reach=torch.zeros_like(reach))
+        i, j = torch.triu_indices(terms, terms, 1, device=a.device)
+        a_pairs = a[:, i] * a[:, j]
+        grad_output_pairs = grad_output[:, i] * grad_output[:, j]
+        across = self._contract(a_pairs, grad_output_pairs, metric.inverse)
+        value.add_(across.sum(1), alpha=2)
+        return SquaredNorms(value, slack, reach.square_())
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute (c grad_output)^T a."""
-        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid).view(
-            -1, self.grad_output.shape[2]
-        )
+        """Compute sum_i c_i delta_i a_i^T as one product, and sum_i c_i delta_i for the bias."""
+        outputs = self.grad_output.shape[2]
+        inputs = self.a.shape[2]
+        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid)
+        weighted = weighted.view(-1, outputs)
         weight, bias = self._split(out)
-        multiply(weighted, kept(self.a, valid).view(-1, self.a.shape[2]), weight)
+        multiply(weighted, kept(self.a, valid).view(-1, inputs), weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
@@ -67,7 +93,11 @@ class OuterProducts:
         return OuterProducts(self.grad_output.double(), self.a.double(), self.bias)
 
     def weights(self, out: Tensor | None = None) -> Tensor:
-        """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
+        """Return the gradients w.r.t. the weights, shape (samples, out, in).
+
+        Args:
+            out: memory for the result; None to allocate it.
+        """
         return torch.bmm(self.grad_output.mT, self.a, out=out)
 
     @property
@@ -78,10 +108,11 @@ class OuterProducts:
     def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
         """Compute norms of single terms in float64; ``inverse`` is the A of all coordinates."""
         norms = vector_norm(self.grad_output, dim=(1, 2), dtype=torch.float64)
-        s1 = norms.square_().mul_(inverse) * (
-            vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
-        )
-        return SquaredNorms(s1, roundoff(self._widths, self.a.dtype) * s1, torch.zeros_like(s1))
+        by_grad_output = norms.square_().mul_(inverse)
+        by_a = vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
+        s1 = by_grad_output * by_a
+        slack = roundoff(self._widths, self.a.dtype) * s1
+        return SquaredNorms(s1, slack, reach=torch.zeros_like(s1))
 
     def _underflow(
         self, a_squared: Tensor, grad_output_squared: Tensor, metric: LayerMetric
@@ -91,23 +122,31 @@ class OuterProducts:
         Each product loses at most the smallest normal number; the bound of a pair of terms is at
         most the mean of their bounds. Summed over the terms, shape (samples,).
         """
-        ins, outs = self.a.shape[2] + self.bias, self.grad_output.shape[2]
-        largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
-        by_grad_output = grad_output_squared.sum(2).double().mul_(2 * ins * tiny * (4 + largest))
-        by_a = a_squared.sum(2).double().add_(1).mul_(2 * outs * tiny * largest)
-        return by_grad_output.add_(by_a).add_(4 * (ins + 1) * outs * tiny).sum(1)
+        inputs = self.a.shape[2] + self.bias
+        outputs = self.grad_output.shape[2]
+        largest = metric.largest.double()
+        tiny = torch.finfo(self.a.dtype).tiny
+        by_grad_output = grad_output_squared.sum(2).double()
+        by_grad_output.mul_(2 * inputs * tiny * (4 + largest))
+        by_a = a_squared.sum(2).double().add_(1)
+        by_a.mul_(2 * outputs * tiny * largest)
+        by_term = by_grad_output.add_(by_a).add_(4 * (inputs + 1) * outputs * tiny)
+        return by_term.sum(1)
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
         """Sum outputs_tj inputs_tk coefficients_jk over j and k; float64, (samples, terms)."""
         weight, bias = self._split(coefficients)
         samples, terms, _ = inputs.shape
         flat = outputs.reshape(samples * terms, -1)
-        total = matmul(inputs.reshape(samples * terms, -1), weight).mul_(flat).sum(1)
+        products = matmul(inputs.reshape(samples * terms, -1), weight)
+        total = products.mul_(flat).sum(1)
         total = total if bias is None else total.addmv_(flat, bias)
         return total.double().view(samples, terms)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """View a layer's slice as weight (out, in) and bias (out,)."""
-        rows, columns = self.grad_output.shape[2], self.a.shape[2]
+        rows = self.grad_output.shape[2]
+        columns = self.a.shape[2]
         weight = flat[: rows * columns].view(rows, columns)
-        return weight, flat[rows * columns :] if self.bias else None
+        bias = flat[rows * columns :] if self.bias else None
+        return weight, bias

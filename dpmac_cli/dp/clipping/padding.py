@@ -20,8 +20,16 @@ Name = TypeVar("Name")
 
 
 def declared(modules: Iterable[nn.Module]) -> int | None:
-    """Return the row that all modules which share a weight declare as padding; None if none."""
-    rows = {module.padding_idx if isinstance(module, EMBEDDINGS) else None for module in modules}
+    """Return the row that all modules which share a weight declare as padding; None if none.
+
+    Example:
+        >>> padded, plain = nn.Embedding(5, 2, padding_idx=1), nn.Embedding(5, 2)
+        >>> declared([padded]), declared([padded, plain])
+        (1, None)
+    """
+    rows = set[int | None]()
+    for module in modules:
+        rows.add(module.padding_idx if isinstance(module, EMBEDDINGS) else None)
     return rows.pop() if len(rows) == 1 else None
 
 
@@ -33,22 +41,27 @@ def read_otherwise(loss: Tensor, padded: Mapping[Name, tuple[Tensor, int]]) -> s
     Args:
         loss: a loss with its graph.
         padded: weights, each with the row that its modules declare as padding.
+
+    Returns:
+        The names of weights of which the padding is an ordinary row.
     """
-    names = {id(weight): name for name, (weight, _) in padded.items()}
-    left: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen, found = set[Any](left), set[Name]()
-    while left:
-        operation = left.pop()
+    name_of = {id(weight): name for name, (weight, _) in padded.items()}
+    remaining: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set[Any](remaining)
+    names = set[Name]()
+    while remaining:
+        operation = remaining.pop()
         for source, _ in operation.next_functions:
             if source is None:
                 continue
-            name = names.get(id(getattr(source, "variable", None)))
+            variable = getattr(source, "variable", None)  # of a leaf of the graph
+            name = name_of.get(id(variable))
             if name is not None and not _skips(operation, padded[name][1]):
-                found.add(name)
+                names.add(name)
             if source not in seen:
                 seen.add(source)
-                left.append(source)
-    return found
+                remaining.append(source)
+    return names
 
 
 def _skips(operation: Any, row: int) -> bool:

@@ -6,7 +6,7 @@ w.r.t. its output, as long as the vocabulary, and r_t its input. For a token of 
 float64, without writing out a gradient, which has a row for every word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -30,12 +30,18 @@ class TiedProducts:
     """Gradients w.r.t. a shared weight, (words, width) each, of a chunk of samples.
 
     Norms are those in a ball.
+
+    Attributes:
+        tokens: tokens of embeddings, shape (samples, tokens).
+        vectors: gradients w.r.t. their vectors, shape (samples, tokens, width).
+        outputs: gradients w.r.t. outputs of Linear layers, shape (samples, positions, words).
+        inputs: inputs of these layers, shape (samples, positions, width).
     """
 
-    tokens: Tensor  # tokens of embeddings, (samples, tokens)
-    vectors: Tensor  # gradients w.r.t. their vectors, (samples, tokens, width)
-    outputs: Tensor  # gradients w.r.t. outputs of Linear layers, (samples, positions, words)
-    inputs: Tensor  # their inputs, (samples, positions, width)
+    tokens: Tensor
+    vectors: Tensor
+    outputs: Tensor
+    inputs: Tensor
 
     def pays(self) -> bool:
         """Return whether Gram matrices cost less than a gradient that is written out."""
@@ -43,60 +49,79 @@ class TiedProducts:
         words = self.outputs.shape[2]
         terms = positions + self.tokens.shape[1]
         gram = DOUBLE * (positions**2 * words + terms**2 * width)
-        return gram < (positions + PASSES[True]) * words * width
+        written_out = (positions + PASSES[True]) * words * width
+        return gram < written_out
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
+        # The products <l_t, l_t'>, of two tokens, of a position and a token, of two positions.
         tokens = self.tokens
         outputs = self.outputs.double()
         alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).double()
-        places = tokens.unsqueeze(1).expand(-1, outputs.shape[1], -1)
+        positions = outputs.shape[1]
+        places = tokens.unsqueeze(1).expand(-1, positions, -1)
         both = outputs.gather(2, places)
-        left = torch.cat(
-            [torch.cat([alike, both.mT], 2), torch.cat([both, outputs @ outputs.mT], 2)], 1
-        )
+        upper = torch.cat([alike, both.mT], 2)
+        lower = torch.cat([both, outputs @ outputs.mT], 2)
+        left = torch.cat([upper, lower], 1)
         right = torch.cat([self.vectors, self.inputs], 1).double()
-        terms = right.shape[1] + self.outputs.shape[2] + right.shape[2]
+        _, uses, width = right.shape
+        words = self.outputs.shape[2]
+        terms = uses + words + width
         return norms_by_gram(left, right @ right.mT, terms, metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute matrix products of :data:`ADDED` samples, and add up vectors by token."""
         weights = c.to(self.inputs.dtype).view(-1, 1, 1)
-        left, below = kept(self.outputs, valid) * weights, kept(self.vectors, valid) * weights
-        right = kept(self.inputs, valid)
-        parts = (torch.split(t, ADDED) for t in (left, right, self.tokens, below))
-        kind = left.dtype if len(left) <= ADDED else torch.float64
-        products = (_product(*part).to(kind) for part in zip(*parts, strict=True))
-        out.copy_(reduce(Tensor.add_, products).flatten())
+        outputs = kept(self.outputs, valid) * weights
+        vectors = kept(self.vectors, valid) * weights
+        inputs = kept(self.inputs, valid)
+        dtype = outputs.dtype if len(outputs) <= ADDED else torch.float64
+
+        def products() -> Iterator[Tensor]:
+            for begin in range(0, len(outputs), ADDED):
+                some = slice(begin, begin + ADDED)
+                product = _product(outputs[some], inputs[some], self.tokens[some], vectors[some])
+                yield product.to(dtype)
+
+        out.copy_(reduce(Tensor.add_, products()).flatten())
 
     def double(self) -> "TiedProducts":
         """Return the gradients in float64."""
-        factors = (t.double() for t in (self.vectors, self.outputs, self.inputs))
-        return TiedProducts(self.tokens, *factors)
+        return TiedProducts(
+            tokens=self.tokens,
+            vectors=self.vectors.double(),
+            outputs=self.outputs.double(),
+            inputs=self.inputs.double(),
+        )
 
 
 def _product(outputs: Tensor, inputs: Tensor, tokens: Tensor, vectors: Tensor) -> Tensor:
-    """Return the sum of l_t r_t^T, shape (words, width)."""
-    total = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
-    return total.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
+    """Return the sum of l_t r_t^T over samples and positions, shape (words, width)."""
+    of_positions = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
+    return of_positions.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
 
 
 def tied_products(uses: Sequence[Use]) -> TiedProducts | None:
-    """Return the form of a weight that embeddings and Linear layers share; None if it does not pay.
+    """Return the form of a weight that embeddings and Linear layers share.
 
-    ``uses`` are all uses in a forward pass.
+    Args:
+        uses: all uses of the weight in a forward pass.
+
+    Returns:
+        None if the weight is not shared by both kinds, or writing gradients out is cheaper.
     """
     embeddings = [use for use in uses if isinstance(use.module, nn.Embedding)]
     linear = [use for use in uses if isinstance(use.module, nn.Linear)]
     if not embeddings or not linear:
         return None
-    found = TiedProducts(
+    products = TiedProducts(
         tokens=join_positions([use.inputs for use in embeddings]),
-        vectors=join_positions(list(map(_by_token, embeddings))),
+        vectors=join_positions([_by_token(use) for use in embeddings]),
         outputs=join_positions([use.grad_output for use in linear]),
         inputs=join_positions([use.inputs for use in linear]),
     )
-    return found if found.pays() else None
+    return products if products.pays() else None
 
 
 def _by_token(use: Use) -> Tensor:
@@ -104,5 +129,5 @@ def _by_token(use: Use) -> Tensor:
     table: Any = use.module
     if table.padding_idx is None:
         return use.grad_output
-    of_words: Tensor = use.grad_output * use.inputs.ne(table.padding_idx).unsqueeze(-1)
-    return of_words
+    without_padding: Tensor = use.grad_output * use.inputs.ne(table.padding_idx).unsqueeze(-1)
+    return without_padding

@@ -1,6 +1,10 @@
 """Unfolded inputs of a layer: patches of a convolution, and their inner products.
 
 A convolution has one, two or three dimensions of space. Its padding may have any mode.
+
+With the patch a_it of sample i at position t, a convolution is the Linear layer W a_it, whose
+per-sample gradient is sum_t delta_it a_it^T. In shapes, T is the number of positions, K the number
+of numbers of a patch, and O the number of outputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +17,11 @@ from torch.nn import grad
 from torch.nn.functional import pad
 
 #: Gradients of kernels by the number of dimensions.
-_BY_KERNEL: Mapping[int, Any] = {n: getattr(grad, f"conv{n}d_weight") for n in (1, 2, 3)}
+_BY_KERNEL: Mapping[int, Any] = {
+    1: grad.conv1d_weight,
+    2: grad.conv2d_weight,
+    3: grad.conv3d_weight,
+}
 
 
 def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -27,31 +35,65 @@ def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _with_zeros(conv: Any, a: Tensor) -> Tensor:
     """Return a convolution's inputs with all of their padding."""
     a, zeros = _padded(conv, a)
-    return pad(a, _both_sides(zeros)) if any(zeros) else a
+    if not any(zeros):
+        return a
+    return pad(a, _both_sides(zeros))
 
 
 def _both_sides(zeros: Sequence[int]) -> list[int]:
     """Return numbers of zeros as torch's ``pad`` takes them, the last dimension first."""
-    return [n for zero in reversed(zeros) for n in (zero, zero)]
+    sides = []
+    for number in reversed(zeros):
+        sides += [number, number]
+    return sides
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     """Return the inputs of a Linear layer or convolution at each position, (samples, T, K).
 
     The positions of a sample's views are concatenated.
+
+    Args:
+        module: the layer.
+        a: its inputs, shape (samples * views, ...).
+        views: number of rows per sample.
+
+    Example:
+        >>> conv = nn.Conv1d(1, 1, kernel_size=2)
+        >>> inputs_by_position(conv, torch.arange(4.0).view(1, 1, 4))
+        tensor([[[0., 1.],
+                 [1., 2.],
+                 [2., 3.]]])
     """
     samples = len(a) // views
     if isinstance(module, nn.Linear):
         return a.reshape(samples, -1, module.in_features)
-    patches, kernel = _with_zeros(module, a), module.kernel_size
-    for dim, (size, step, gap) in enumerate(
-        zip(kernel, module.stride, module.dilation, strict=True), 2
-    ):
-        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    patches = _unfolded(module, _with_zeros(module, a), first_dim=2)
     by_view = torch.unflatten(patches, 0, (samples, views))  # (samples, views, channels, ...)
-    places, taps = range(3, 3 + len(kernel)), range(3 + len(kernel), by_view.ndim)
-    by_view = by_view.permute(0, 2, *taps, 1, *places)
-    return by_view.reshape(samples, module.weight[0].numel(), -1).mT
+    dims = len(module.kernel_size)
+    places = range(3, 3 + dims)
+    taps = range(3 + dims, 3 + 2 * dims)
+    by_tap = by_view.permute(0, 2, *taps, 1, *places)  # (samples, channels, taps, views, places)
+    patch_size = module.weight[0].numel()
+    return by_tap.reshape(samples, patch_size, -1).mT
+
+
+def _unfolded(conv: Any, padded: Tensor, first_dim: int) -> Tensor:
+    """Return the pixels that each tap of a kernel reads at each position.
+
+    Args:
+        conv: the convolution.
+        padded: its inputs, with their padding.
+        first_dim: first of the dimensions of space.
+
+    Returns:
+        The inputs with positions instead of pixels, and one more dimension for each of the kernel.
+    """
+    patches = padded
+    sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    for dim, (size, step, gap) in enumerate(sizes, first_dim):
+        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    return patches
 
 
 def patches_by_channel(conv: Any, a: Tensor, views: int = 1) -> Tensor:
@@ -59,19 +101,30 @@ def patches_by_channel(conv: Any, a: Tensor, views: int = 1) -> Tensor:
 
     K is (*kernel size, channels) instead of (channels, *kernel size): a patch consists of a few
     runs of numbers that are side by side in memory, which are copied much faster.
+
+    Args:
+        conv: the convolution.
+        a: its inputs, shape (samples * views, channels, ...).
+        views: number of rows per sample.
     """
     a, zeros = _padded(conv, a)
-    patches = pad(a.movedim(1, -1), [0, 0, *_both_sides(zeros)]).contiguous()
-    for dim, (size, step, gap) in enumerate(
-        zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), 1
-    ):
-        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    channels_last = a.movedim(1, -1)
+    padded = pad(channels_last, [0, 0, *_both_sides(zeros)]).contiguous()
+    patches = _unfolded(conv, padded, first_dim=1)
     channels = 1 + len(conv.kernel_size)  # after the rows and their positions
-    return patches.movedim(channels, -1).reshape(len(a) // views, -1, conv.weight[0].numel())
+    samples = len(a) // views
+    patch_size = conv.weight[0].numel()
+    return patches.movedim(channels, -1).reshape(samples, -1, patch_size)
 
 
 def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> Tensor:
-    """Return gradients w.r.t. a layer's outputs, (samples, T, O)."""
+    """Return gradients w.r.t. a layer's outputs at each position, (samples, T, O).
+
+    Args:
+        module: a Linear layer or convolution.
+        grad_output: gradients w.r.t. its outputs, shape (samples * views, ...).
+        views: number of rows per sample.
+    """
     samples = len(grad_output) // views
     if isinstance(module, nn.Linear):
         return grad_output.reshape(samples, -1, module.out_features)
@@ -82,10 +135,26 @@ def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> T
 def kernel_gradient(
     conv: Any, a: Tensor, grad_output: Tensor, shape: Sequence[int], groups: int = 1
 ) -> Tensor:
-    """Return the gradient w.r.t. a kernel of a given shape, summed over rows and positions."""
+    """Return the gradient w.r.t. a kernel, summed over rows and positions.
+
+    Args:
+        conv: the convolution.
+        a: its inputs, shape (rows, channels, ...).
+        grad_output: gradients w.r.t. its outputs, shape (rows, O, ...).
+        shape: shape of the kernel.
+        groups: number of groups of channels.
+    """
     a, zeros = _padded(conv, a)
     by_kernel = _BY_KERNEL[len(conv.kernel_size)]
-    gradient: Tensor = by_kernel(a, shape, grad_output, conv.stride, zeros, conv.dilation, groups)
+    gradient: Tensor = by_kernel(
+        a,
+        shape,
+        grad_output,
+        conv.stride,
+        zeros,
+        conv.dilation,
+        groups,
+    )
     return gradient
 
 
@@ -94,13 +163,18 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
 
     They are sums over the kernel's taps of products of two pixels. Each pair of pixels is
     multiplied once, not once per tap.
+
+    Args:
+        conv: a convolution with one group.
+        a: its inputs, shape (rows, channels, ...).
     """
     a, zeros = _padded(conv, a)
-    flat, dims = a.double().flatten(2), len(conv.kernel_size)
-    pairs = (flat.mT @ flat).view(len(a), *a.shape[2:], *a.shape[2:])
+    dims = len(conv.kernel_size)
+    pixels = a.double().flatten(2)
+    pairs = (pixels.mT @ pixels).view(len(a), *a.shape[2:], *a.shape[2:])
     pairs = pad(pairs, _both_sides(zeros) * 2)
-    taps = (_taps(conv, axis, size) for axis, size in enumerate(pairs.shape[1 : 1 + dims]))
-    first, *others = (pairs[:, *tap, *tap] for tap in product(*taps))
+    taps_by_axis = [_taps(conv, axis, pairs.shape[1 + axis]) for axis in range(dims)]
+    first, *others = (pairs[:, *tap, *tap] for tap in product(*taps_by_axis))
     out = first.clone()
     for products in others:
         out += products
@@ -108,7 +182,15 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
 
 
 def _taps(conv: Any, axis: int, size: int) -> list[slice]:
-    """Return the padded pixels that each tap of a kernel reads along an axis, one per output."""
-    kernel, stride, dilation = (of[axis] for of in (conv.kernel_size, conv.stride, conv.dilation))
+    """Return the padded pixels that each tap of a kernel reads along an axis, one per output.
+
+    Args:
+        conv: the convolution.
+        axis: dimension of space, from 0.
+        size: number of pixels along it, with the padding.
+    """
+    kernel = conv.kernel_size[axis]
+    stride = conv.stride[axis]
+    dilation = conv.dilation[axis]
     reach = size - dilation * (kernel - 1)
     return [slice(tap, tap + reach, stride) for tap in range(0, dilation * kernel, dilation)]

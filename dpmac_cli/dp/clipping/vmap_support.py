@@ -1,4 +1,8 @@
-"""Contexts in which vmap runs a network on one record at a time, and reasons why it cannot."""
+"""Contexts in which vmap runs a network on one record at a time, and reasons why it cannot.
+
+vmap has no rule for some operations, and some have a rule that sees several records. The contexts
+choose an implementation with a rule where torch has one, and refuse the others.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +22,12 @@ from dpmac_cli.dp.clipping.projections import masks_kept, replaced
 from dpmac_cli.dp.clipping.recurrent import FUNCTIONS
 from dpmac_cli.dp.torch_errors import what_failed
 
+#: Remedy for a function of autograd without a rule.
 _NO_RULE = (
     "it has a torch.autograd.Function without a rule for vmap. If its forward and backward consist "
     "of torch operations, define setup_context in it and set generate_vmap_rule = True."
 )
+#: Message for a function of autograd whose rule is the network's, and the word that finds it.
 OWN_RULE = "a torch.autograd.Function with a vmap of its own"
 #: Words of messages of torch, and remedies.
 REMEDIES = {
@@ -40,28 +46,56 @@ REMEDIES = {
 
 
 def reason_of_vmap(failure: Exception) -> str:
-    """Return why vmap failed on made-up samples, as the end of a sentence."""
-    remedies = (remedy for word, remedy in REMEDIES.items() if word in str(failure))
-    return next(remedies, what_failed(failure))
+    """Return why vmap failed on made-up samples, as the end of a sentence.
+
+    Args:
+        failure: an exception that was raised under vmap.
+
+    Example:
+        >>> reason_of_vmap(RuntimeError("vmap: data-dependent control flow")).split(", as in")[0]
+        'it decides by the values of a record'
+    """
+    message = str(failure)
+    for words, remedy in REMEDIES.items():
+        if words in message:
+            return remedy
+    return what_failed(failure)
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return a network without torch.compile and nn.DataParallel, which vmap cannot run."""
+    """Return a network without torch.compile and nn.DataParallel, which vmap cannot run.
+
+    Args:
+        network: a network, or a wrapper of one.
+    """
     if isinstance(network, nn.DataParallel):
         return unwrapped(network.module)
-    before = getattr(network, "_orig_mod", None)
-    return before if isinstance(before, nn.Module) else network
+    not_compiled = getattr(network, "_orig_mod", None)
+    return not_compiled if isinstance(not_compiled, nn.Module) else network
 
 
 def called_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Any:
-    """Call a network with other parameters; a batch that is a tuple is one argument."""
+    """Call a network with other parameters.
+
+    Args:
+        model: the network.
+        parameters: parameters by name; the others are the network's.
+        x: its only argument, also if it is a tuple.
+    """
     return functional_call(model, parameters, (x,))
 
 
 def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function of rows that runs a function on each row alone, without gradients.
 
-    ``run`` maps (1, ...) to (1, ...), by operations that vmap can run.
+    Args:
+        run: maps (1, ...) to (1, ...), by operations that vmap can run.
+
+    Example:
+        >>> minus_mean = each_alone(lambda rows: rows - rows.mean(0))  # of one row
+        >>> minus_mean(torch.tensor([[1.0], [5.0]]))
+        tensor([[0.],
+                [0.]])
     """
 
     def one(row: Tensor) -> Tensor:
@@ -69,8 +103,8 @@ def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
     def mapped(rows: Tensor) -> Tensor:
         with torch.no_grad(), supported(), RowProducts():
-            found: Tensor = vmap(one, randomness="different")(rows)
-        return found
+            outputs: Tensor = vmap(one, randomness="different")(rows)
+        return outputs
 
     return mapped
 
@@ -94,6 +128,7 @@ _call_rule: Callable[..., Any] = autograd_function.custom_function_call_vmap_hel
 
 
 def _reject_own_rule(interpreter: Any, rule: Any, function: Any, *args: Any, **named: Any) -> Any:
+    """Call the rule of a function of autograd; raise RuntimeError unless it is one of dpmac's."""
     if function not in FUNCTIONS:
         raise RuntimeError(OWN_RULE)
     return _call_rule(interpreter, rule, function, *args, **named)
@@ -117,14 +152,23 @@ class DrawnAgain(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.bernoulli_:
-            given = dict(zip(("tensor", "p"), args, strict=False)) | (kwargs or {})
-            return torch.bernoulli(torch.zeros_like(given["tensor"]) + given.get("p", 0.5))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not Tensor.bernoulli_:
+            return func(*args, **kwargs)
+
+        def probabilities(tensor: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+            filled: Tensor = torch.zeros_like(tensor) + p
+            return filled
+
+        return torch.bernoulli(probabilities(*args, **kwargs))
 
 
 class KeptResults(TorchFunctionMode):
-    """Keeps copies of the results of operations on a sample, inside of vmap."""
+    """Keeps copies of the results of operations on a sample, inside of vmap.
+
+    Args:
+        results: list that they are added to.
+    """
 
     def __init__(self, results: list[Tensor]) -> None:
         super().__init__()
@@ -133,13 +177,17 @@ class KeptResults(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "empty" not in getattr(func, "__name__", ""):  # which has no values yet
-            self._results += [t.detach().clone() for t in tensors_in(result) if self._keeps(t)]
+        if "empty" in getattr(func, "__name__", ""):
+            return result  # which has no values yet
+        for tensor in tensors_in(result):
+            if self._keeps(tensor):
+                self._results.append(tensor.detach().clone())
         return result
 
     def _keeps(self, tensor: Tensor) -> bool:
         """Return whether a result depends on samples, and outlives a vmap of the network's own."""
-        return 0 < torch._C._functorch.maybe_get_level(tensor) <= self._level
+        level: int = torch._C._functorch.maybe_get_level(tensor)
+        return 0 < level <= self._level
 
 
 @contextmanager

@@ -1,0 +1,228 @@
+"""Question of dpmac account: sizes and noise of a training, or a target to solve for.
+
+No records are read: the sizes are public, those of a registered dataset or of the flags.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from dpmac_cli.accounting import calibration
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.places import overflow_of
+from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.config.checks import misfits
+from dpmac_cli.config.datasets import DATASETS
+from dpmac_cli.config.defaults import completed, recipe_notes
+from dpmac_cli.config.flags import OneOf, Several
+from dpmac_cli.config.named import BEST, PAPER
+from dpmac_cli.config.plan import ROUNDS, SHARE, Shares, histograms_of, shares_of_counts
+from dpmac_cli.config.settings import (
+    HISTOGRAM,
+    LATER,
+    Count,
+    Length,
+    NoiseMultiplier,
+    Positive,
+    Priced,
+    Settings,
+)
+from dpmac_cli.errors import BudgetError, InputError, raise_errors
+
+#: Accountants to use, by the value of ``--accountant``.
+USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
+
+
+class Question(Priced, frozen=True):
+    """Flags of ``dpmac account`` that describe a training: its sizes, its noise, and a target.
+
+    What is not given is completed by the defaults of the dataset, or is solved for.
+
+    Raises:
+        InputError: lists every invalid value and contradiction.
+    """
+
+    dataset: Annotated[str, OneOf(DATASETS)] = "mnist"
+    """Dataset to train on; for your own data use --dataset-size."""
+    recipe: Annotated[str, OneOf((PAPER, BEST))] = LATER
+    """Values of sizes that are not given: of the run in the paper, or of the best run. [default:
+    paper with --sigma, best otherwise]"""
+    dataset_size: Count | None = None
+    """Number of training records n, for data that dpmac does not have."""
+    epochs: Several[Length] | None = None
+    """Epochs of ceil(n/B) steps. [default: the dataset's]"""
+    steps: Several[Length] | None = None
+    """Steps, instead of --epochs."""
+    sigma: Several[NoiseMultiplier] | None = None
+    """Noise multiplier."""
+    epsilon: Several[Positive] | None = None
+    """Target epsilon: solve for a setting that meets it."""
+    ranges: bool = False
+    """Count the records before training, to find ranges of columns that are not declared, at a
+    tenth of the budget (of mu^2)."""
+    accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
+    """Accounting method."""
+    not_both = MappingProxyType({("epochs", "steps"): "", ("dataset", "dataset_size"): ""})
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other.
+
+        Args:
+            values: the flags that were typed, by name.
+        """
+        yield from super().contradictions(values)
+        own_data = "dataset_size" in values and "dataset" not in values
+        if own_data:
+            for name in ("recipe", "model"):
+                if name in values:
+                    yield f"--{name} needs --dataset."
+        lengths = values.keys() & {"epochs", "steps"}
+        both_given = {"epsilon", "sigma"} <= values.keys()
+        if both_given:
+            for name in lengths:
+                yield (
+                    f"--sigma, --epsilon and --{name} together leave nothing to solve for: leave "
+                    "one out."
+                )
+        complete = "batch_size" in values and (lengths or both_given)
+        if own_data and not complete:
+            yield "Add --batch-size, and --epochs or --steps, to --dataset-size."
+
+    @property
+    def solve(self) -> str | None:
+        """Return the setting to solve for; None for epsilon."""
+        if self.epsilon is None:
+            return None
+        return "sigma" if self.sigma is None else "steps"
+
+    def sizes(self, target: float | None) -> "Sizes":
+        """Return the sizes of a run.
+
+        Args:
+            target: epsilon that the run keeps to, by which the best recipe chooses; None if the
+                noise is given.
+
+        Raises:
+            InputError: the batch or the epochs do not fit the number of records.
+        """
+        size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
+        notes = tuple[str, ...]()
+        before = ROUNDS if self.ranges else ()
+        after: tuple[float, ...] = (SHARE,) if self.calibration == HISTOGRAM else ()
+        if size is None:
+            facts = DATASETS[self.dataset]
+            settings = self._settings(target)
+            run, notes = completed(settings, facts), tuple(recipe_notes(settings, facts))
+            size, batch = facts.train_size, run.batch_size
+            _, after = shares_of_counts(run, facts)
+            no_length = not self.epochs and not self.steps and self.solve != "steps"
+            if no_length and run.epochs is not None:
+                epochs = (run.epochs,)
+        raise_errors(misfits("the dataset", size, batch, epochs or ()))
+        steps_per_epoch = math.ceil(size / batch)
+        lengths = [count * steps_per_epoch for count in epochs or ()]
+        lengths += self.steps or ()
+        return Sizes(size, batch, tuple(lengths) or (1,), notes, (before, after))
+
+    def _settings(self, target: float | None) -> Settings:
+        """Return the settings of a run on the dataset, as they were typed."""
+        values = {name: self.explicit.get(name) for name in Priced.model_fields}
+        for name, lengths in (("epochs", self.epochs), ("steps", self.steps)):
+            if lengths:
+                values[name] = lengths[0] or None
+        if self.solve == "sigma":
+            values["epsilon"] = target
+        else:
+            values["sigma"] = 1.0  # the sizes do not depend on it
+        return Settings.model_validate(values)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run.
+
+    Attributes:
+        records: number of training records n.
+        batch: expected batch size B.
+        lengths: numbers of steps; 1 if they are solved for.
+        notes: notes on the recipe that they are from.
+        shares: shares of the budget that histograms of the training records have.
+    """
+
+    records: int
+    batch: int
+    lengths: tuple[int, ...]
+    notes: tuple[str, ...]
+    shares: Shares
+
+
+def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
+    """Compute the privacy cost of every combination of values.
+
+    Returns:
+        A row for each combination, notes for the user, and why some targets cannot be met.
+
+    Raises:
+        InputError: neither noise nor a target is given, or the sizes do not fit each other.
+    """
+    if question.sigma is None and question.epsilon is None:
+        raise InputError("Add --sigma to compute epsilon, or --epsilon to compute sigma.")
+    rows, notes, beyond = list[Row](), dict[str, None](), dict[str, None]()
+    for target in question.epsilon or (None,):
+        sizes = question.sizes(target)
+        size, batch = sizes.records, sizes.batch
+        notes |= dict.fromkeys(sizes.notes)
+        for sigma, steps, accountant in itertools.product(
+            question.sigma or (0.0,), sizes.lengths, USED[question.accountant]
+        ):
+            event = TrainingEvent(
+                batch / size,
+                sigma,
+                steps,
+                question.sampler,
+                math.ceil(size / batch),
+                overflow=overflow_of(question.delta),
+            )
+            ranges, histogram = histograms_of(target, question.delta, event, sizes.shares, size)
+            others = (*ranges, *histogram)
+            try:
+                event = _solved(event, question, target or 0.0, accountant, others)
+            except BudgetError as failure:
+                beyond |= dict.fromkeys(failure.errors)
+                continue
+            row = price((event, *others), question.delta, accountant)
+            rows.append(replace(row, dataset_size=size, batch_size=batch, solved=question.solve))
+    return rows, tuple(notes), [*beyond]
+
+
+def _solved(
+    event: TrainingEvent,
+    question: Question,
+    target: float,
+    accountant: str,
+    others: tuple[TrainingEvent, ...],
+) -> TrainingEvent:
+    """Return an event with what is solved for.
+
+    Args:
+        event: steps of the training, whose noise or number is to be replaced.
+        question: says what is solved for, if anything.
+        target: epsilon that event and ``others`` keep to together.
+        accountant: name of the accountant.
+        others: further events on the same records, such as histograms.
+
+    Raises:
+        BudgetError: nothing meets the target.
+    """
+    goal = (event, question.delta, target, accountant)
+    match question.solve:
+        case "sigma":
+            return replace(event, noise_multiplier=calibration.calibrate_noise(*goal, others))
+        case "steps":
+            return replace(event, steps=calibration.longest_run(*goal, others))
+    return event
