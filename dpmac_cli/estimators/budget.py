@@ -62,7 +62,7 @@ class Budget:
         self.epsilon, self.delta, self.adaptive = epsilon, delta, adaptive
         self.path = None if path is None else Path(path).absolute()
         self._account = self._opened()
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
 
     def _opened(self) -> Account:
         """Return the account of the budget, which is created if it is not in a file yet."""
@@ -130,7 +130,7 @@ class Budget:
             InputError: its file is missing or damaged, or is an older copy; or earlier fits protect
                 another unit.
         """
-        if self._account.closed or (self.path is None and os.getpid() != self._process):
+        if self.path is None and os.getpid() != self._account.process:  # a fork, or unpickled
             raise BudgetError(CLOSED)
         with self._lock:
             cost = self._account.cost((*self.events, *events))
@@ -164,7 +164,5 @@ def _unpickled(
     epsilon, delta, adaptive = numbers
     budget = Budget(epsilon, delta, adaptive=adaptive)
     budget.path = path
-    budget._account = replace(
-        budget._account, path=path, number=number, others=begun, closed=path is None
-    )
+    budget._account = replace(budget._account, path=path, number=number, others=begun, process=0)
     return budget
