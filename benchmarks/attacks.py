@@ -14,7 +14,7 @@ public, so the figures may be: those of a run on private records may not.
 
 - german: 1,000 applicants for credit, 20 columns of declared ranges and categories, in two classes.
 - phoneme: 5,404 vowels, 5 columns of numbers, in two classes (KEEL).
-- film: 2,000 sentences of film reviews in two classes, by MiniLM and a linear network.
+- film: 1,000 sentences of film reviews in two classes, by MiniLM and a linear network.
 """
 
 import json
@@ -36,7 +36,7 @@ EPSILONS = (1.0, 3.0, 8.0)
 #: Networks of the table: the default of a table, and one that overfits without noise.
 NETWORKS = (None, "mlp-small")
 #: Number of texts, those whose files have the first names.
-TEXTS = 2000
+TEXTS = 1000
 #: What a line is told apart by.
 KEY = ("records", "model", "epsilon")
 

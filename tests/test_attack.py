@@ -20,7 +20,6 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.release import attack, membership
 from dpmac_cli.release.attack import Asked, Recipe
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 from tests.typed import dpmac
@@ -162,6 +161,7 @@ def test_runs_of_an_attack_on_another_model_are_not_used(tmp_path: Path) -> None
 def test_shadow_runs_have_the_noise_the_rate_and_the_steps_of_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make_trainer: Any = vars(attack)["make_trainer"]
     events = list[Any]()
 
     def noted(plan: Any, *args: Any) -> Any:

@@ -130,7 +130,7 @@ class Budget:
             InputError: its file is missing or damaged, or is an older copy; or earlier fits protect
                 another unit.
         """
-        if self.path is None and self._account.process != os.getpid():
+        if self.path is None and os.getpid() != self._account.process:  # a fork, or unpickled
             raise BudgetError(CLOSED)
         with self._lock:
             cost = self._account.cost((*self.events, *events))

@@ -323,9 +323,10 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         weights: Any = self.class_weight
         if weights == "balanced" and (shares is None or set(labels) - shares.keys()):
             raise InputError(NO_SHARES)
-        if weights is not None and not isinstance(weights, str):
-            weights = [float(weights.get(label, 1.0)) for label in labels]
-        return weights, None if shares is None else [float(shares[label]) for label in labels]
+        by_class = None if shares is None else [float(shares[label]) for label in labels]
+        if weights is None or isinstance(weights, str):
+            return weights, by_class
+        return [float(weights.get(label, 1.0)) for label in labels], by_class
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """Return probabilities, shape (records, classes), in the order of ``classes_``."""

@@ -70,8 +70,8 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             event = TrainingEvent(**brief["event"])
             resolved = resolve(local, by_setting(brief["config"]), noise=event)
             plan = resolved.plan
-            secret: Any = {name: bytes.fromhex(key) for name, key in brief["keys"].items()}
-            keys = Keys(**secret)
+            init, layers = (bytes.fromhex(brief["keys"][name]) for name in ("init", "layers"))
+            keys = Keys(init=init, layers=layers)
             device = choose_device(plan.settings.device, ranks)
             task = prepare(plan, device, keys, resolved.data)
             account = Account(event=plan.event.first(brief["steps"]))  # rank 0 has the ledger

@@ -214,7 +214,8 @@ class Silo:
     @property
     def rounds_left(self) -> int:
         """Return the number of rounds that epsilon still allows."""
-        return self._rounds.left(self._open.own)
+        events = self._open.own
+        return self._rounds.left(events)
 
     @property
     def statement(self) -> str:

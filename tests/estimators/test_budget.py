@@ -62,7 +62,7 @@ def test_a_grid_books_every_fit() -> None:
 @pytest.mark.promise("budget")
 def test_cross_validation_ends_where_the_budget_does(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = list[Any]()
-    train: Any = vars(estimators)["train"]
+    train: Any = vars(estimators)["train_plan"]
 
     def counted(resolved: Any) -> Any:
         trained.append(resolved)

@@ -135,9 +135,9 @@ def test_a_message_about_words_or_bounds_quotes_no_cell() -> None:
     for bounds in (16, "ab", (1, 2, 3)):
         with pytest.raises(InputError, match=r"must be two.*one for each of the 4 columns"):
             classifier(bounds=bounds).fit(X, Y)
-    for pair in ([[0, 0], [1, 1]], [[0, 0], [1, 1, 1, 1]], [0, [[1], [1]]]):
+    for ends in ([[0, 0], [1, 1]], [[0, 0], [1, 1, 1, 1]], [0, [[1], [1]]]):
         with pytest.raises(InputError, match="numbers for 4 columns"):
-            classifier(bounds=pair).fit(X, Y)
+            classifier(bounds=ends).fit(X, Y)
 
 
 def test_missing_values_are_refused_with_what_to_use_instead() -> None:
@@ -259,7 +259,7 @@ def test_a_saved_fit_is_a_run_like_any_other(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["Budget", "statement"])
+@pytest.mark.parametrize("name", ["Budget", "total_epsilon"])
 def test_names_that_need_no_scikit_learn_do_not_import_it(name: str) -> None:
     slow = "{'sklearn', 'torch'} & {*sys.modules}"
     code = f"import sys, dpmac_cli; dpmac_cli.{name}; sys.exit(bool({slow}))"
