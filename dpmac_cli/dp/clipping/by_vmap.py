@@ -17,7 +17,7 @@ from torch.func import grad, vjp, vmap
 
 from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.dp.clipping.computed_weights import Computed, with_graph
-from dpmac_cli.dp.clipping.layer_calls import calls_by_module, tapped, uses_of
+from dpmac_cli.dp.clipping.layer_calls import Calls, calls_by_module, tapped, uses_of
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import RowProducts
@@ -129,14 +129,7 @@ class ByVmap:
             results += [*inputs, *computed]
             return losses, weights, []
         calls = calls_by_module(called, inputs, grad_outputs)
-        by_layer: UsesOrGradients = []
-        for layer, names in zip(layers, self._names, strict=True):
-            if self.records(layer):
-                by_layer.append(uses_of(layer, calls))
-            else:
-                columns = [g.pop(name).reshape(len(losses), -1) for name in names]
-                by_layer.append(torch.cat(columns, 1))
-        return losses, weights, by_layer
+        return losses, weights, self._by_layer(layers, calls, g)
 
     def records(self, layer: Layer) -> bool:
         """Return whether the gradients of a layer follow from its calls."""
@@ -145,6 +138,29 @@ class ByVmap:
     def recorded_of(self, layers: Sequence[Layer]) -> list[Layer]:
         """Return the layers whose gradients follow from their calls."""
         return [layer for layer in layers if self.records(layer)]
+
+    def _by_layer(
+        self, layers: Sequence[Layer], calls: Calls, g: dict[str, Tensor]
+    ) -> UsesOrGradients:
+        """Return the uses of each recorded layer, and the gradients of each other one.
+
+        Args:
+            layers: layers of the network.
+            calls: calls of the recorded layers.
+            g: gradients of the others by parameter, shape (samples, ...) each. Emptied, so that no
+                two copies of all are in memory.
+        """
+        by_layer: UsesOrGradients = []
+        for layer, names in zip(layers, self._names, strict=True):
+            if self.records(layer):
+                by_layer.append(uses_of(layer, calls))
+            else:
+                columns = []
+                for name in names:
+                    gradient = g.pop(name)
+                    columns.append(gradient.reshape(len(gradient), -1))
+                by_layer.append(torch.cat(columns, 1))
+        return by_layer
 
     def _zero_taps(self, layers: Sequence[Layer]) -> list[Tensor]:
         """Return a zero for each call of a recorded layer, in the shape of its output."""
