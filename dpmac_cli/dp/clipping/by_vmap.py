@@ -35,6 +35,39 @@ OTHER_CALLS = (
 UsesOrGradients: TypeAlias = list[list[Use] | Tensor]
 
 
+class _TappedCalls:
+    """Calls of recorded layers in the forward pass of one sample, with a tap for each of them.
+
+    Attributes:
+        called: module of each call, or the weights that it computed.
+        inputs: input of each call.
+    """
+
+    def __init__(self) -> None:
+        self.called = list[nn.Module | Computed]()
+        self.inputs = list[Tensor]()
+        self._taps = list[Tensor]()  # of the calls that are still to come
+
+    def begin(self, taps: Sequence[Tensor]) -> None:
+        """Begin a forward pass whose calls have these taps, in their order."""
+        self.called.clear()
+        self.inputs.clear()
+        self._taps[:] = taps
+
+    def tap(self, callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
+        """Note a call, and return its output with its tap. Raises ModelError for another call."""
+        if not self._taps or out.shape != self._taps[0].shape:
+            raise ModelError(OTHER_CALLS)
+        self.called.append(callee)
+        self.inputs.append(a)
+        return out.add_(self._taps.pop(0))
+
+    def end(self) -> None:
+        """Raise ModelError if fewer calls were made than there are taps."""
+        if self._taps:
+            raise ModelError(OTHER_CALLS)
+
+
 class ByVmap:
     """Losses and gradients of the samples of a chunk, by vmap.
 
@@ -87,40 +120,27 @@ class ByVmap:
         taps = self._zero_taps(layers)
         trained = self._parameters_without_rule(model, layers)
         computed_from = with_graph(model, [layer.module for layer in recorded])
-        remaining = list[Tensor]()  # taps of the calls that are still to come
-        called = list[nn.Module | Computed]()
-        inputs_read = list[Tensor]()
+        tapped_calls = _TappedCalls()
         all_results = None if results is None else list[Tensor]()
-
-        def tap(callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
-            """Note a call, and add its tap to the output."""
-            if not remaining or out.shape != remaining[0].shape:
-                raise ModelError(OTHER_CALLS)
-            called.append(callee)
-            inputs_read.append(a)
-            return out.add_(remaining.pop(0))
 
         def loss_of(
             taps: Sequence[Tensor], trained: dict[str, Tensor], x: Batch, y: Batch
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
             """Return the loss of one sample, of which gradients are computed, and the rest."""
-            called.clear()
-            inputs_read.clear()
-            remaining[:] = taps
+            tapped_calls.begin(taps)
             network: Any = model
             replaced = computed_from | trained
             if replaced:
                 network = partial(called_with, model, replaced)
             with nullcontext() if all_results is None else KeptResults(all_results):
                 loss, weight = self._alone.loss(network, x, y)
-            if remaining:
-                raise ModelError(OTHER_CALLS)
-            return loss, (loss, weight, inputs_read, all_results or [])
+            tapped_calls.end()
+            return loss, (loss, weight, tapped_calls.inputs, all_results or [])
 
         gradient: Any = grad if all_results is None else _without_backward
         one = gradient(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
-        taps_on = tapped(recorded, self.by_function, tap)
+        taps_on = tapped(recorded, self.by_function, tapped_calls.tap)
         products = self.products if self.by_rows else nullcontext()
         graph = torch.enable_grad() if computed_from else torch.no_grad()
         with graph, supported(), taps_on, DrawnAgain(), products:
@@ -128,7 +148,7 @@ class ByVmap:
         if results is not None:
             results += [*inputs, *computed]
             return losses, weights, []
-        calls = calls_by_module(called, inputs, grad_outputs)
+        calls = calls_by_module(tapped_calls.called, inputs, grad_outputs)
         return losses, weights, self._by_layer(layers, calls, g)
 
     def records(self, layer: Layer) -> bool:
