@@ -17,7 +17,7 @@ from torch.func import grad, vjp, vmap
 
 from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.dp.clipping.computed_weights import Computed, with_graph
-from dpmac_cli.dp.clipping.layer_calls import calls_by_module, tapped, uses_of
+from dpmac_cli.dp.clipping.layer_calls import Calls, calls_by_module, tapped, uses_of
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import RowProducts
@@ -33,6 +33,39 @@ OTHER_CALLS = (
 )
 #: For each layer its uses, or its gradients, shape (samples, d_layer).
 UsesOrGradients: TypeAlias = list[list[Use] | Tensor]
+
+
+class _TappedCalls:
+    """Calls of recorded layers in the forward pass of one sample, with a tap for each of them.
+
+    Attributes:
+        called: module of each call, or the weights that it computed.
+        inputs: input of each call.
+    """
+
+    def __init__(self) -> None:
+        self.called = list[nn.Module | Computed]()
+        self.inputs = list[Tensor]()
+        self._taps = list[Tensor]()  # of the calls that are still to come
+
+    def begin(self, taps: Sequence[Tensor]) -> None:
+        """Begin a forward pass whose calls have these taps, in their order."""
+        self.called.clear()
+        self.inputs.clear()
+        self._taps[:] = taps
+
+    def tap(self, callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
+        """Note a call, and return its output with its tap. Raises ModelError for another call."""
+        if not self._taps or out.shape != self._taps[0].shape:
+            raise ModelError(OTHER_CALLS)
+        self.called.append(callee)
+        self.inputs.append(a)
+        return out.add_(self._taps.pop(0))
+
+    def end(self) -> None:
+        """Raise ModelError if fewer calls were made than there are taps."""
+        if self._taps:
+            raise ModelError(OTHER_CALLS)
 
 
 class ByVmap:
@@ -87,40 +120,27 @@ class ByVmap:
         taps = self._zero_taps(layers)
         trained = self._parameters_without_rule(model, layers)
         computed_from = with_graph(model, [layer.module for layer in recorded])
-        remaining = list[Tensor]()  # taps of the calls that are still to come
-        called = list[nn.Module | Computed]()
-        inputs_read = list[Tensor]()
+        tapped_calls = _TappedCalls()
         all_results = None if results is None else list[Tensor]()
-
-        def tap(callee: nn.Module | Computed, a: Tensor, out: Tensor) -> Tensor:
-            """Note a call, and add its tap to the output."""
-            if not remaining or out.shape != remaining[0].shape:
-                raise ModelError(OTHER_CALLS)
-            called.append(callee)
-            inputs_read.append(a)
-            return out.add_(remaining.pop(0))
 
         def loss_of(
             taps: Sequence[Tensor], trained: dict[str, Tensor], x: Batch, y: Batch
         ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
             """Return the loss of one sample, of which gradients are computed, and the rest."""
-            called.clear()
-            inputs_read.clear()
-            remaining[:] = taps
+            tapped_calls.begin(taps)
             network: Any = model
             replaced = computed_from | trained
             if replaced:
                 network = partial(called_with, model, replaced)
             with nullcontext() if all_results is None else KeptResults(all_results):
                 loss, weight = self._alone.loss(network, x, y)
-            if remaining:
-                raise ModelError(OTHER_CALLS)
-            return loss, (loss, weight, inputs_read, all_results or [])
+            tapped_calls.end()
+            return loss, (loss, weight, tapped_calls.inputs, all_results or [])
 
         gradient: Any = grad if all_results is None else _without_backward
         one = gradient(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
-        taps_on = tapped(recorded, self.by_function, tap)
+        taps_on = tapped(recorded, self.by_function, tapped_calls.tap)
         products = self.products if self.by_rows else nullcontext()
         graph = torch.enable_grad() if computed_from else torch.no_grad()
         with graph, supported(), taps_on, DrawnAgain(), products:
@@ -128,15 +148,8 @@ class ByVmap:
         if results is not None:
             results += [*inputs, *computed]
             return losses, weights, []
-        calls = calls_by_module(called, inputs, grad_outputs)
-        by_layer: UsesOrGradients = []
-        for layer, names in zip(layers, self._names, strict=True):
-            if self.records(layer):
-                by_layer.append(uses_of(layer, calls))
-            else:
-                columns = [g.pop(name).reshape(len(losses), -1) for name in names]
-                by_layer.append(torch.cat(columns, 1))
-        return losses, weights, by_layer
+        calls = calls_by_module(tapped_calls.called, inputs, grad_outputs)
+        return losses, weights, self._by_layer(layers, calls, g)
 
     def records(self, layer: Layer) -> bool:
         """Return whether the gradients of a layer follow from its calls."""
@@ -145,6 +158,29 @@ class ByVmap:
     def recorded_of(self, layers: Sequence[Layer]) -> list[Layer]:
         """Return the layers whose gradients follow from their calls."""
         return [layer for layer in layers if self.records(layer)]
+
+    def _by_layer(
+        self, layers: Sequence[Layer], calls: Calls, g: dict[str, Tensor]
+    ) -> UsesOrGradients:
+        """Return the uses of each recorded layer, and the gradients of each other one.
+
+        Args:
+            layers: layers of the network.
+            calls: calls of the recorded layers.
+            g: gradients of the others by parameter, shape (samples, ...) each. Emptied, so that no
+                two copies of all are in memory.
+        """
+        by_layer: UsesOrGradients = []
+        for layer, names in zip(layers, self._names, strict=True):
+            if self.records(layer):
+                by_layer.append(uses_of(layer, calls))
+            else:
+                columns = []
+                for name in names:
+                    gradient = g.pop(name)
+                    columns.append(gradient.reshape(len(gradient), -1))
+                by_layer.append(torch.cat(columns, 1))
+        return by_layer
 
     def _zero_taps(self, layers: Sequence[Layer]) -> list[Tensor]:
         """Return a zero for each call of a recorded layer, in the shape of its output."""
