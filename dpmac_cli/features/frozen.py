@@ -125,14 +125,14 @@ class OneByOne(nn.Module):
     def _of(self, record: Tensor) -> Tensor:
         seed_all(0)
         with code_of_network(record[None], "The function of features"):
-            found = torch.as_tensor(self._features.function(record.clone()))
-        if found.shape != (self._features.width,):
+            features = torch.as_tensor(self._features.function(record.clone()))
+        if features.shape != (self._features.width,):
             raise ModelError(
-                f"The function of features returned a tensor of shape {tuple(found.shape)} for a "
-                f"record of shape {tuple(record.shape)}, but it was registered with width="
+                f"The function of features returned a tensor of shape {tuple(features.shape)} for "
+                f"a record of shape {tuple(record.shape)}, but it was registered with width="
                 f"{self._features.width}: it must return that many numbers."
             )
-        return found.detach().to(record, copy=True)  # a function may return one tensor again
+        return features.detach().to(record, copy=True)  # a function may return one tensor again
 
 
 class Mirrored(nn.Module):
@@ -210,8 +210,8 @@ def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Recor
     """Run a copy on random samples; return the calls of plain linear layers, and the logits."""
     calls: list[RecordedCall] = []
 
-    def note(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        calls.append((name, given[0], out))
+    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        calls.append((name, inputs[0], out))
 
     network = copy.deepcopy(network).eval()
     for name, module in network.named_modules():
@@ -230,11 +230,13 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
     calls, logits = linear_calls(network, shape)
     if not calls:
         return None
-    head, given, out = calls[-1]
-    once = [called for called, *_ in calls].count(head) == 1
-    fits = given.ndim == 2 and len(given) == SEEN and torch.equal(out, logits)
-    own = shared_parameters(network).isdisjoint(map(id, network.get_submodule(head).parameters()))
-    return head if once and fits and own else None
+    head, x, out = calls[-1]
+    once = [name for name, *_ in calls].count(head) == 1
+    one_row_each = x.ndim == 2 and len(x) == SEEN
+    parameters = map(id, network.get_submodule(head).parameters())
+    shares_none = shared_parameters(network).isdisjoint(parameters)
+    fits = once and one_row_each and torch.equal(out, logits) and shares_none
+    return head if fits else None
 
 
 def shared_parameters(network: nn.Module) -> set[int]:

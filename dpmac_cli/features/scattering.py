@@ -32,10 +32,10 @@ class Scattering(nn.Module):
         for octave in (0, 1):
             bank = torch.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
             # Repeat each value, for the real and the imaginary part.
-            kept = {f"bank_{octave}": bank.repeat_interleave(2, -1)}
+            filters = {f"bank_{octave}": bank.repeat_interleave(2, -1)}
             for axis, size in enumerate(shape):
-                kept[f"average_{octave}_{axis}"] = _averaging(size, 2**octave)
-            for name, values in kept.items():
+                filters[f"average_{octave}_{axis}"] = _averaging(size, 2**octave)
+            for name, values in filters.items():
                 self.register_buffer(name, values.to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class Scattering(nn.Module):
         Images have shape (images, channels, height, width) and the dtype of the filters.
         """
         padded = pad(x, [SHRINK] * 4, mode="reflect").flatten(0, 1)
-        found = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])
-        return found.view(len(x), -1, *found.shape[2:])
+        features = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])
+        return features.view(len(x), -1, *features.shape[2:])
 
     def _of(self, planes: Tensor) -> Tensor:
         """Return features of padded planes, shape (planes, 81, height / 4, width / 4)."""
@@ -68,8 +68,8 @@ class Scattering(nn.Module):
         filtered = torch.view_as_real(spectrum).flatten(-2).unsqueeze(-3) * bank
         for dim in (-2, -1) * octave:  # keeping every second value folds the spectrum
             filtered = torch.add(*filtered.chunk(2, dim))
-        found = torch.fft.ifft2(torch.view_as_complex(filtered.view(*filtered.shape[:-1], -1, 2)))
-        return torch.mul(found.real, found.real).addcmul_(found.imag, found.imag).sqrt_()
+        signal = torch.fft.ifft2(torch.view_as_complex(filtered.view(*filtered.shape[:-1], -1, 2)))
+        return torch.mul(signal.real, signal.real).addcmul_(signal.imag, signal.imag).sqrt_()
 
 
 def _averaging(size: int, factor: int) -> Tensor:
@@ -80,8 +80,9 @@ def _averaging(size: int, factor: int) -> Tensor:
     deviation = 0.8 * SHRINK / 2
     spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
     half = size // factor // 2
-    kept = torch.cat([spectrum[:half], spectrum[size - half :]])
-    smoothed = torch.fft.ifft(torch.fft.fft(torch.eye(len(kept)).double()) * kept)
+    lowest = torch.cat([spectrum[:half], spectrum[size - half :]])
+    identity = torch.eye(len(lowest)).double()
+    smoothed = torch.fft.ifft(torch.fft.fft(identity) * lowest)
     return torch.real(smoothed).T[:: SHRINK // factor][1:-1]
 
 

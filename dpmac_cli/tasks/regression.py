@@ -114,9 +114,9 @@ class Regression(Task):
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these :attr:`facts`, and intervals if they have residuals."""
-        of, kept = facts["target"], facts.get("residuals")
-        found = cls((of["name"],), of["low"], of["high"], of["transform"])
-        return found if kept is None else replace(found, residuals=Residuals(**kept))
+        target, residuals = facts["target"], facts.get("residuals")
+        task = cls((target["name"],), target["low"], target["high"], target["transform"])
+        return task if residuals is None else replace(task, residuals=Residuals(**residuals))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -52,7 +52,16 @@ class Residuals:
     """Standard deviation of the noise in each count."""
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """Return the residuals between which this share of the targets is, as many on each side."""
+        """Return the residuals between which this share of the targets is, as many on each side.
+
+        ``level`` is the share, between 0 and 1. Counts below 0 are noise, and are moved to the
+        nearest counts that are not.
+
+        >>> narrow = Residuals((0.0,) * 12 + (100.0, 100.0) + (0.0,) * 12, 1.0)
+        >>> low, high = narrow.interval()
+        >>> -0.02 < low < 0 < high < 0.02
+        True
+        """
         places, shares = cumulative(at_least_0(np.array(self.counts)), ENDS)
         low, high = np.interp([(1 - level) / 2, (1 + level) / 2], shares, places)
         return float(low), float(high)

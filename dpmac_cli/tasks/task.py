@@ -120,13 +120,13 @@ class EvaluationMetric:
 
     def value(self, compared: Compared) -> float:
         """Return the metric; nan if it is not defined. Raises ModelError if it is no number."""
-        found: Any = self.of(compared)
-        if not hasattr(found, "__float__"):
+        result: Any = self.of(compared)
+        if not hasattr(result, "__float__"):
             raise ModelError(
-                f"The metric '{self.name}' returned a {type(found).__name__}: it must return one "
+                f"The metric '{self.name}' returned a {type(result).__name__}: it must return one "
                 "number."
             )
-        return float(found)
+        return float(result)
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""
