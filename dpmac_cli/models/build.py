@@ -40,9 +40,10 @@ from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, WithHead, with_f
 from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures, example_of
 from dpmac_cli.models import architectures
+from dpmac_cli.models.checked_parts import MIXING_LAYERS
 from dpmac_cli.models.language_model import CausalModel, on_texts
 from dpmac_cli.models.trained_part import freeze
-from dpmac_cli.models.validation import MIXING_LAYERS, check_model
+from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.layers import forked, seed_all
 
 #: Number of dimensions of records without channels, of which built-in networks get one.

@@ -11,19 +11,13 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
-from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, parts_by_name, tensors_in
-from dpmac_cli.dp.clipping.one_sample import SINGLE
-from dpmac_cli.dp.clipping.vmap_support import constant_draws
 from dpmac_cli.dp.torch_errors import (
     DIFFERENTIATED,
     HELD_DTYPE,
@@ -32,12 +26,11 @@ from dpmac_cli.dp.torch_errors import (
     what_failed,
 )
 from dpmac_cli.errors import DpmacError, ModelError
+from dpmac_cli.models.checked_parts import ROUNDING, check_parts, computed_tensor
 from dpmac_cli.models.fingerprint import Fingerprint
+from dpmac_cli.models.mixing import FEW, check_alone
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import NAMED, Trial, device_of, dtype_of
-
-# Layers that compute statistics over the batch, so that one sample changes another's output.
-MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
 
 #: Layers whose random draws are handled in training and do not depend on samples.
 DROPOUT = (
@@ -49,21 +42,8 @@ STORED = (
     "It would store information about private records without noise. Turn this off (for "
     "normalisation layers, track_running_stats=False) and keep nothing from one batch to the next."
 )
-#: Message for a loss that returns a number for a batch that no step can train on.
-NOT_THE_MEAN = (
-    "The loss returns one number for a batch, which is not the mean of the losses that its samples "
-    "have alone, and dpmac trains on each sample alone. Return one real loss per sample, a tensor "
-    "of shape (samples,): cross_entropy(output, target, reduction='none'), or for tokens, "
-    "(losses * mask).sum(1). If the loss of each sample alone is what you mean, add {isolate}."
-)
-#: Why at least 32 bits are needed.
-ROUNDING = (
-    "With fewer than 32 bits, rounding changes the clipped sum by more than the noise allows for."
-)
 #: Namespaces of torch's operations between processes.
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-#: Number of samples in a trial.
-FEW = 5
 #: Words of torch's and Python's messages on shapes.
 OF_SHAPES = ("size", "shape", "imension", "channels", "to unpack")
 #: Remedies for failures on made-up samples.
@@ -134,13 +114,13 @@ def check_trial(
     Raises:
         ModelError: names the layer and the remedy.
     """
-    _check_parts(model, frozen)
+    check_parts(model, frozen)
     if trial.classes is None:
         keep_constants(model, trial)
     try:
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
-        name = _computed_tensor(model)
+        name = computed_tensor(model)
         why = f"{name} was computed from parameters: compute it in forward." if name else ""
         raise ModelError(
             f"The model cannot be copied, and validation works on a copy. "
@@ -161,7 +141,7 @@ def check_trial(
         randomise_zeros(probe)
         _check_forward(probe, trial)
         if not isolated:
-            _check_alone(probe, trial)
+            check_alone(probe, trial)
 
 
 def keep_constants(model: nn.Module, trial: Trial) -> None:
@@ -326,103 +306,6 @@ def _other_dtypes(trial: Trial, model: nn.Module) -> str:
     return f"{HELD_DTYPE} {OWN_TENSORS}"
 
 
-def _check_parts(model: nn.Module, frozen: bool) -> None:
-    """Reject layers that mix samples, and tensors that cannot be trained or published."""
-    for name, module in model.named_modules():
-        _check_layer(name, module, frozen)
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        _check_tensor(name, value, frozen)
-
-
-def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
-    """Reject a layer that mixes samples, or whose gradients depend on the batch.
-
-    Args:
-        name: name of the layer in the network.
-        module: the layer.
-        frozen: whether it is run in evaluation mode, in which batch norm is a constant.
-
-    Raises:
-        ModelError: names the layer, and the one to use instead.
-    """
-    if isinstance(module, MIXING_LAYERS) and not frozen and not _is_constant(module):
-        raise ModelError(
-            f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
-            "batch and keeps statistics of them without noise. Use "
-            "nn.GroupNorm(groups, channels) instead, or add {fix_norm} to replace it."
-        )
-    if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
-        raise ModelError(
-            f"The layer {name} has torch.nn.utils.weight_norm, which replaces its weight in every "
-            "forward pass. Use torch.nn.utils.parametrizations.weight_norm(layer) instead."
-        )
-    bounded = getattr(module, "max_norm", None) is not None
-    if bounded or getattr(module, "scale_grad_by_freq", False):
-        raise ModelError(
-            f"The layer {name} changes its weights or gradients depending on the batch. "
-            "Leave out max_norm and scale_grad_by_freq."
-        )
-
-
-def _is_constant(norm: Any) -> bool:
-    """Return whether a batch norm is in evaluation mode, in which its statistics are constants."""
-    return not norm.training and norm.running_mean is not None and not is_lazy(norm.running_mean)
-
-
-def _computed_tensor(model: nn.Module) -> str:
-    """Return the name of an attribute that autograd has computed; "" if there is none."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                return f"{name}.{key}".lstrip(".")
-    return ""
-
-
-def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
-    """Reject a parameter or buffer that cannot be trained or published.
-
-    Args:
-        name: name of the tensor in the network.
-        value: the tensor.
-        frozen: whether it is not trained, so that it may have fewer than 32 bits.
-
-    Raises:
-        ModelError: names the tensor, and what to do.
-    """
-    if is_lazy(value):
-        raise ModelError(
-            f"The shape of {name} is unknown until the network is used. Specify the layer's "
-            "sizes, or call the network once on zeros in its factory."
-        )
-    if value.is_inference():
-        raise ModelError(
-            f"{name} was created in torch.inference_mode, so it cannot be trained. Create the "
-            "network outside of it."
-        )
-    exact = value.is_floating_point() and value.itemsize >= 4
-    if value.requires_grad and not exact and not frozen:
-        raise ModelError(
-            f"The parameter {name} is {value.dtype}. {ROUNDING} Add this line "
-            "to the network's factory, or before make_private: network.float()"
-        )
-    if value.requires_grad and _hooks_of(value):
-        raise ModelError(
-            f"The parameter {name} has a hook, which would have no effect: gradients of a "
-            "batch are never computed. Remove it. To train a part of a tensor, split it into "
-            "two parameters, and freeze one with requires_grad_(False)."
-        )
-    if value.layout != torch.strided or value.is_meta or value.is_quantized:
-        raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense tensor.")
-    if value.is_floating_point() and not bool(value.double().isfinite().all()):
-        raise ModelError(f"{name} contains NaN or infinity. Initialise it with finite numbers.")
-
-
-def _hooks_of(parameter: Tensor) -> bool:
-    """Return whether a parameter has hooks on its gradient."""
-    hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return any(hooks)
-
-
 def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = False) -> None:
     """Reject a model whose output is of another shape, or no real numbers.
 
@@ -437,7 +320,7 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
     """
     logits: Any = model(trial.samples(count))
     if trial.classes is None and isinstance(logits, Tensor) and logits.ndim == 0:
-        logits = logits.expand(count)  # the mean loss of the batch: see _check_alone
+        logits = logits.expand(count)  # the mean loss of the batch: see check_alone
     if not isinstance(logits, Tensor):
         returned = f"a {type(logits).__name__}"
     elif logits.shape != ((count,) if trial.classes is None else (count, trial.classes)):
@@ -548,156 +431,3 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
             "numbers (nn.Dropout, torch.rand, torch.bernoulli), because its seed is secret. If the "
             "model stores information about its inputs, remove that: inputs are private records."
         )
-
-
-@torch.no_grad()
-def _check_alone(model: nn.Module, trial: Trial) -> None:
-    """Reject a model that computes something else for a batch than for one sample at a time.
-
-    In training it would see one at a time. Outputs are compared by row. A loss that returns one
-    number for a batch has no rows, so it is compared with the mean of the losses alone.
-
-    Args:
-        model: a copy, :func:`prepared`, in float64 where that is possible.
-        trial: made-up samples.
-
-    Raises:
-        ModelError: names the first part whose values differ, if there is one.
-    """
-    in_float32 = trial.inputs.keep_dtype
-    batch = trial.samples(FEW)
-    values_of_batch = _values_by_part(model, batch)
-    _, outputs_of_batch = values_of_batch[-1]
-    reduced = isinstance(outputs_of_batch, Tensor) and outputs_of_batch.ndim == 0
-    losses = list[Tensor]()
-    mixing_part: str | None = None
-    for row in range(FEW):
-        values = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), batch))
-        _, outputs = values[-1]
-        if reduced:
-            losses.append(outputs.reshape(()).double())
-        elif not _differ(outputs_of_batch, outputs, row, in_float32):
-            continue
-        if mixing_part is None:
-            mixing_part = _first_difference(values_of_batch, values, row, in_float32)
-        if not reduced:
-            raise _mixed(model, mixing_part or "")
-    if reduced and not _is_mean(outputs_of_batch.double(), torch.stack(losses), in_float32):
-        raise ModelError(NOT_THE_MEAN) if mixing_part is None else _mixed(model, mixing_part)
-
-
-def _is_mean(of_batch: Tensor, losses: Tensor, in_float32: bool) -> bool:
-    """Return whether the loss of a batch is the mean of the losses of its samples.
-
-    A step averages the gradients of such losses, so it trains on what the loss of a batch means.
-
-    Args:
-        of_batch: one loss for a batch, shape ().
-        losses: loss of each of its samples alone, shape (samples,).
-        in_float32: whether they are not computed in float64.
-    """
-    relative, absolute = _rounding(losses, in_float32)
-    return torch.allclose(of_batch, losses.mean(), relative, absolute, equal_nan=True)
-
-
-def _first_difference(
-    of_batch: list[tuple[str, Any]], alone: list[tuple[str, Any]], row: int, in_float32: bool
-) -> str | None:
-    """Return the name of the first part that computes something else for a row of a batch.
-
-    Args:
-        of_batch, alone: values of the batch and of the row alone, see :func:`_values_by_part`.
-        row: number of the row.
-        in_float32: whether they are not computed in float64.
-
-    Returns:
-        "" for the model itself; None if no values of the same shape differ.
-    """
-    for (name, values), (_, values_alone) in zip(of_batch, alone, strict=False):
-        if _differ(values, values_alone, row, in_float32):
-            return name
-    return None
-
-
-def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
-    """Return what modules compute in order: the inputs of a part are computed by its parent.
-
-    Args:
-        model: the model.
-        x: a batch of samples.
-
-    Returns:
-        Names of modules and values: inputs as (arguments, keywords) by the name of the parent, and
-        outputs by the name of the module. The last one is the output of the model.
-    """
-    values: list[tuple[str, Any]] = []
-
-    def entered(name: str, _: nn.Module, arguments: Any, keywords: Any) -> None:
-        parent = name.rpartition(".")[0]
-        values.append((parent, (arguments, keywords)))
-
-    def ended(name: str, _: nn.Module, __: Any, outputs: Any) -> None:
-        values.append((name, outputs))
-
-    with contextlib.ExitStack() as hooks, constant_draws():
-        for name, module in model.named_modules():
-            for hook in (
-                module.register_forward_pre_hook(partial(entered, name), with_kwargs=True),
-                module.register_forward_hook(partial(ended, name)),
-            ):
-                hooks.callback(hook.remove)
-        model(x)
-    return values
-
-
-def _differ(batch: Any, one: Any, row: int, in_float32: bool) -> bool:
-    """Return whether values of a row of a batch are others alone, by more than rounding.
-
-    Args:
-        batch: any nesting of tensors. Those without one row per sample are not compared.
-        one: the same of the row alone.
-        row: number of the row.
-        in_float32: whether they are not computed in float64.
-    """
-    for of_batch, alone in zip(tensors_in(batch), tensors_in(one), strict=False):
-        if of_batch.shape[:1] != (FEW,):
-            continue
-        of_row = of_batch[row : row + 1]
-        if of_row.shape != alone.shape:
-            continue
-        relative, absolute = _rounding(of_batch, in_float32)
-        if not torch.allclose(of_row.double(), alone.double(), relative, absolute, equal_nan=True):
-            return True
-    return False
-
-
-def _rounding(values: Tensor, in_float32: bool) -> tuple[float, float]:
-    """Return how much rounding may change values, relative to each, and in all."""
-    if not in_float32:
-        return 1e-6, 1e-9
-    if not values.numel():
-        return SINGLE, 0.0
-    largest = values.double().abs().nan_to_num(posinf=0).max()
-    return SINGLE, SINGLE * float(largest)
-
-
-def _mixed(model: nn.Module, name: str) -> ModelError:
-    """Return why a model is rejected whose results for one sample depend on others.
-
-    Args:
-        model: the model.
-        name: name of the part that computes something else; "" for the model itself.
-    """
-    part = model.get_submodule(name)
-    where = f"The {type(part).__name__} {name}".rstrip() if name else "The network or its loss"
-    layer = isinstance(part, nn.RNNBase | nn.MultiheadAttention)
-    remedy = (
-        "Use batch_first=True, so that samples are in the first dimension"
-        if layer
-        else "Remove operations across samples, such as x.mean(0), F.batch_norm or a loss of pairs"
-    )
-    return ModelError(
-        f"{where} computes something else for a batch than for one sample at a time, and "
-        "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
-        f"other values than you meant. {remedy}. If you mean it, add {{isolate}}."
-    )
