@@ -17,7 +17,7 @@ from common import parser_of
 from pyarrow import csv
 from torch import Tensor
 
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.features.texts import TextFeatures, encoder_weights, pooled, token_mask
 
 BATCH = 32

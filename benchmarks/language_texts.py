@@ -31,7 +31,7 @@ from texts import Study
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models.language_model import CausalModel
 from dpmac_cli.release.model_file import load_model

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from common import append_line, parser_of
 
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 
 CLASSES = ("home", "ward")
 #: Columns of a generated table.

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dpmac_cli import ArrayData, train
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.errors import DpmacError, InputError
 from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.models.digest import digest

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dpmac_cli import ArrayData, clipped_grad
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.config.networks import Trained
 from dpmac_cli.config.writing import WRITTEN
 from dpmac_cli.dp.mechanism import ball

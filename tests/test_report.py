@@ -20,10 +20,10 @@ from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.described_run import DescribedRun
 from dpmac_cli.release.publish import guarantee_of
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.run import Run
-from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of, train_digits
 from tests.typed import dpmac

@@ -26,8 +26,8 @@ from dpmac_cli.accounting.risk import (
     trade_off,
 )
 from dpmac_cli.accounting.selection import Search, trials_of
+from dpmac_cli.release.described_run import DescribedRun
 from dpmac_cli.release.publish import guarantee_of
-from dpmac_cli.release.sentences import DescribedRun
 from dpmac_cli.runs.resolve import resolve
 
 pytestmark = pytest.mark.promise("risk")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli import ArrayData, from_dataframe, load
-from dpmac_cli.config import encoders
-from dpmac_cli.config.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
+from dpmac_cli.config import encoder_folder, encoders
+from dpmac_cli.config.encoder_folder import read_encoder
+from dpmac_cli.config.encoders import ENCODERS, FAMILIES, TextEncoder
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.networks import PARTS, Trained
 from dpmac_cli.config.plan import Plan
@@ -181,12 +182,13 @@ def test_a_package_with_another_hash_is_rejected(
     row = {"sha256": "model.safetensors", "vocabulary": "tokenizer.json"}
     sums = {n: hashlib.sha256((folder / f).read_bytes()).hexdigest() for n, f in row.items()}
     known = encoders.EncoderKind(**{**vars(kind), **sums})
-    monkeypatch.setattr(encoders, "ENCODERS", {"minilm": known})
+    for module in (encoders, encoder_folder):
+        monkeypatch.setattr(module, "ENCODERS", {"minilm": known})
 
     class Installed:
         locate_file = Path("site").joinpath
 
-    monkeypatch.setattr(encoders, "distribution", lambda _: Installed)
+    monkeypatch.setattr(encoder_folder, "distribution", lambda _: Installed)
     features(encoder_at("minilm", *LAYOUT))
     if changed == "tokenizer.json":
         (folder / changed).write_text((folder / changed).read_text() + "\n")
@@ -198,7 +200,7 @@ def test_a_package_with_another_hash_is_rejected(
 
 
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "find_spec", lambda _: None)
+    monkeypatch.setattr(encoder_folder, "find_spec", lambda _: None)
     assert "needs transformers, which is not installed: pip install 'dpmac[texts]'" in refused()
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, load
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.writing import WRITTEN, how_written

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from dpmac_cli.config.encoders import TextEncoder, read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
+from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.records import Texts
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.config.writing import WRITTEN, how_written

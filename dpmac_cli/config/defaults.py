@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpmac_cli.config.datasets import DATASETS, Dataset, Defaults
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.networks import (
     BACKBONES,

@@ -21,7 +21,8 @@ from dpmac_cli.accounting.places import overflow_of
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import short, unit_of
 from dpmac_cli.config.datasets import Dataset
-from dpmac_cli.config.encoders import TextEncoder, read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
+from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.flags import near
 from dpmac_cli.config.networks import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Each of these modules registers the readers of a kind.
 from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.config.encoders import read_encoder
+from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.config.facts import published_facts, refuse
 from dpmac_cli.config.networks import BACKBONES
 from dpmac_cli.config.settings import Settings

@@ -20,13 +20,8 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.statements import short, unit_of
 from dpmac_cli.config import networks as registry
 from dpmac_cli.config.datasets import Signature
-from dpmac_cli.config.encoders import (
-    ENCODERS,
-    EncoderConfig,
-    TextEncoder,
-    read_encoder,
-    reader_of,
-)
+from dpmac_cli.config.encoder_folder import read_encoder
+from dpmac_cli.config.encoders import ENCODERS, EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.config.facts import some_of
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, first_fault

@@ -34,9 +34,10 @@ from dpmac_cli.models.language_model import adapter_of
 from dpmac_cli.release import report
 from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
+from dpmac_cli.release.described_run import DescribedRun
 from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.run import Run
-from dpmac_cli.release.sentences import DescribedRun, sentences_of
+from dpmac_cli.release.sentences import sentences_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device, device_name
 from dpmac_cli.runs.ledger import state_of

@@ -1,0 +1,77 @@
+"""A run as its sentences, its report and its card describe it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.encoders import TextEncoder
+from dpmac_cli.config.networks import BACKBONES, Backbone
+from dpmac_cli.config.plan import Plan
+
+
+@dataclass(frozen=True)
+class DescribedRun:
+    """A run that sentences are about: its plan, and what was done to its records.
+
+    Attributes:
+        plan: plan of the run, with the facts of its records.
+        spent: account of everything that was done to them.
+        weighed: where the weights of records come from, if they are a program's.
+        released: topics of the histograms that were released: ranges, calibration, residuals.
+    """
+
+    plan: Plan
+    spent: Account
+    weighed: str = ""
+    released: tuple[str, ...] = ()
+
+    @property
+    def private(self) -> bool:
+        """Return whether noise was added."""
+        return self.plan.private
+
+    @property
+    def units(self) -> bool:
+        """Return whether a unit of privacy may have several records."""
+        return bool(self.plan.facts.unit)
+
+    @property
+    def counted(self) -> str:
+        """Return what train_size counts: records or units."""
+        return "units" if self.units else "records"
+
+    @property
+    def tested(self) -> str:
+        """Return what the number of tested records counts."""
+        return self.counted if self.plan.score else "records"
+
+    @property
+    def encoder(self) -> TextEncoder | None:
+        """Public network that reads texts; None for other records."""
+        features = self.plan.features
+        return features if isinstance(features, TextEncoder) else None
+
+    @property
+    def continues(self) -> bool:
+        """Return whether the model continues texts."""
+        return bool(self.plan.facts.task.network)
+
+    @property
+    def registered(self) -> Any:
+        """Return what is registered about public weights; None for your own, and without any."""
+        features = self.plan.features
+        if isinstance(features, Backbone):
+            return BACKBONES[features.kind]
+        return None if self.encoder is None else self.encoder.registered
+
+    @property
+    def pretrained(self) -> str:
+        """Name of the file of public weights, apart from those of a backbone; "" for none."""
+        return "" if self.plan.pretrained is None else self.plan.pretrained.name
+
+    def cost_on(self, split: str) -> str:
+        """Return epsilon of all events on a split of the records: "training" or "test"."""
+        events = tuple(event for event in self.spent.events if event.records == split)
+        return format_epsilon(total_epsilon(events, self.plan.settings.delta))
