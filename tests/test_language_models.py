@@ -252,7 +252,7 @@ def test_a_temperature_of_0_is_not_the_default() -> None:
 
     released: Any = SimpleNamespace(
         reader=object(),
-        header=SimpleNamespace(task=LanguageModel()),
+        facts=SimpleNamespace(task=LanguageModel()),
         model=SimpleNamespace(get_submodule=lambda name: SimpleNamespace(continued=continued)),
     )
     for temperature in (0.0, None, 0.5):
