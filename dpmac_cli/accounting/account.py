@@ -105,7 +105,7 @@ class Account:
     searched: bool = False
     order: float | None = None
     path: Path | None = None
-    process: int = field(default_factory=os.getpid, repr=False)
+    process: int = field(default_factory=lambda: os.getpid(), repr=False)  # noqa: PLW0108  (late)
     number: str = field(default_factory=lambda: secrets.token_hex(16))
     series: str = field(default_factory=lambda: secrets.token_hex(16))
     affordable: tuple[TrainingEvent, ...] = field(default=(), repr=False)
