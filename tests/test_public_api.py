@@ -1,6 +1,7 @@
 """The public names of the package: a run from settings to predictions, and names of version 0.3."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,31 @@ def test_a_run_that_was_stopped_is_resumed_by_itself(tmp_path: Path) -> None:
     assert whole.epsilon > stopped.epsilon
     longer = resume(whole, epochs=3, out=tmp_path / "longer")
     assert len(longer.events) == 3  # before and after the stop, and the third epoch
+
+
+@pytest.mark.promise("again")
+def test_a_run_never_tells_the_epsilon_of_another_model(tmp_path: Path) -> None:
+    """A network of epsilon 8 is not used as one of epsilon 1, and a resumed one not as before."""
+    where = tmp_path / "run"
+    settings: dict[str, Any] = {"dataset": "digits", "model": "linear", "device": "cpu"}
+    settings |= {"steps": 4, "force": True, "out": where}
+    small, large = (train(settings, sigma=sigma) for sigma in (8, 1))
+    with pytest.raises(InputError, match="another model than the one of this report"):
+        small.model  # noqa: B018
+    assert large.model is not None
+    stopped = train(settings, sigma=4, stop=lambda: True)
+    resume(stopped)
+    with pytest.raises(InputError, match="load it again"):
+        stopped.predict(IMAGES)
+    (where / "report.json").write_text(json.dumps(small.report))
+    with pytest.raises(InputError, match="files of two runs were mixed"):
+        load(where)
+
+
+def test_a_run_can_be_pickled(run: Run) -> None:
+    for each in (run, load(run.folder), load(run.folder / "model.safetensors")):
+        copy = pickle.loads(pickle.dumps(each))
+        assert np.array_equal(copy.predict(IMAGES).outputs, run.predict(IMAGES).outputs)
 
 
 def test_records_in_memory_are_trained_resumed_and_scored(tmp_path: Path) -> None:

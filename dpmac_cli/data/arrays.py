@@ -168,7 +168,7 @@ def _facts_of(
         schema=declared.schema,
         held_out=bool(tests) and "x_test" not in arrays,
         unit=settings.unit or "unit" if "unit" in arrays else "",
-        inferred=tuple(inferred),
+        inferred=tuple(dict.fromkeys(inferred)),
     )
 
 

@@ -1,8 +1,9 @@
 """A finished run as a program holds it: its report, its network, scores and predictions."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.errors import InputError
+from dpmac_cli.files import to_json
 from dpmac_cli.models.build import Network
 from dpmac_cli.release import prediction
 from dpmac_cli.release.model_file import Released, load_model
@@ -52,10 +55,21 @@ class Run:
         """Return the network with the facts published with it.
 
         Raises:
-            InputError: the model file is missing or damaged.
+            InputError: the model file is missing or damaged, or is another one than that of the
+                report: the run was resumed, or replaced.
             ModelError: the network cannot be built.
         """
-        return self.read()
+        released = self.read()
+        facts = released.facts.values()
+        # As JSON: a report that was not read from its file has tuples.
+        report = json.loads(to_json({name: self.report.get(name) for name in facts}))
+        if report != facts:
+            raise InputError(
+                f"{self.folder} has another model than the one of this report. If it was trained "
+                f"or resumed again since, load it again: load({str(self.folder)!r}). If files of "
+                "two runs were mixed, copy the whole folder again."
+            )
+        return released
 
     @property
     def model(self) -> nn.Module:
@@ -82,8 +96,8 @@ class Run:
     def score(self, dataset: Any = None, *, data_dir: Path | str | None = None) -> Evaluation:
         """Score the network on all test records.
 
-        Scores are exact functions of the test records, which epsilon does not cover unless the run
-        has ``cover_scores``.
+        Scores are exact functions of the test records, which epsilon does not cover. The protected
+        score of a run with ``cover_scores`` is in its report.
 
         Args:
             dataset: a name, the path of your own data, or records in memory; by default the
@@ -165,9 +179,11 @@ def load(
         ModelError: the network cannot be built, or does not fit the file.
     """
     place = Path(path)
-    released = load_model(
-        place, choose_device(device), factory=factory, network=network, public=public
+    read = partial(
+        load_model, place, choose_device(device), factory=factory, network=network, public=public
     )
-    has_report = (place / folder.REPORT).is_file()
-    report = read_report(place).values() if has_report else released.facts.values()
-    return Run(report, place, lambda: released)
+    if not (place / folder.REPORT).is_file():
+        return Run(read().facts.values(), place, read)
+    run = Run(read_report(place).values(), place, read)
+    _ = run.released  # so that its faults are raised here
+    return run

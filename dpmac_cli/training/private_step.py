@@ -285,7 +285,7 @@ class PrivateStep(PrivateProgram):
         return number
 
     def reserve(self, steps: int) -> None:
-        """Begin steps in the account of the records at once, before the first of them is taken.
+        """Begin the next steps in the account of the records at once, before they are taken.
 
         A program that shows nothing until all are taken, as a silo does, then has begun all of them
         or none. Otherwise some begin with each step.
@@ -296,8 +296,11 @@ class PrivateStep(PrivateProgram):
         """
         if not isinstance(self._account, Part):
             raise InputError("To reserve steps, use PrivateStep(..., account=Account.open(path)).")
-        self._account.check(self._account.steps(steps))
-        self._account.reserve(steps)
+        account = self._account
+        account.check(account.steps(steps))
+        missing = account.begun + steps - account.reserved
+        if missing > 0:
+            account.reserve(missing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training after its last step, for ``torch.save``.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import (
     Account,
+    BudgetError,
     InputError,
     Poisson,
     RandomAllocation,
@@ -654,6 +655,18 @@ def test_the_default_learning_rate_grows_with_the_number_of_silos(
         assert many._rounds.lr == pytest.approx(factor * one._rounds.lr)
         many.round("run", 1, start())
         assert many._resumed(start()).lr == many._rounds.lr
+
+
+def test_steps_that_are_reserved_twice_begin_once(folder: Path) -> None:
+    with silo(folder) as opened:
+        step = opened._resumed(start())
+        for _ in range(2):
+            step.reserve(STEPS)
+        next(step.loader(opened._records))
+        assert begun(folder) == STEPS
+        with pytest.raises(BudgetError):
+            step.reserve(10_000)
+        assert begun(folder) == STEPS
 
 
 @pytest.mark.promise("again")
