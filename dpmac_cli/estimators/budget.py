@@ -1,8 +1,9 @@
 """A budget of several fits on the same records, which no copy of an estimator can spend twice."""
 
+import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from dpmac_cli.accounting.account import RECORD_UNIT, Account
 from dpmac_cli.accounting.accountants import order_for
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError, InputError, raise_errors
 
 CLOSED = (
     "This is a copy of a budget in another process, and what it books would not count in the "
@@ -59,6 +60,7 @@ class Budget:
         *,
         adaptive: bool = False,
     ) -> None:
+        raise_errors(_faults(epsilon, delta))
         self.epsilon, self.delta, self.adaptive = epsilon, delta, adaptive
         self.path = None if path is None else Path(path).absolute()
         self._account = self._opened()
@@ -142,6 +144,14 @@ class Budget:
                 )
             for event in events:
                 self._account.begin(event, unit)
+
+
+def _faults(epsilon: object, delta: object) -> Iterator[str]:
+    """Yield what is wrong with the numbers of a budget."""
+    if not (isinstance(epsilon, int | float) and 0 < epsilon < math.inf):
+        yield f"epsilon={epsilon!r} must be a positive number, as in Budget(epsilon=3)."
+    if not (isinstance(delta, int | float) and 0 < delta < 1):
+        yield f"delta={delta!r} must be a number between 0 and 1, as in Budget(3, delta=1e-5)."
 
 
 def _unpickled(

@@ -88,8 +88,8 @@ class Update:
 
     Attributes:
         event: event of the training loop.
-        epsilon: epsilon spent up to the event's step, between evaluations that up to the next one;
-            None while it is being computed; ``inf`` without privacy.
+        epsilon: epsilon spent up to the event's step; between evaluations that up to the next one,
+            or None while it is being computed; ``inf`` without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
         chunk: number of samples that are processed at a time from now on, if memory ran out in the
             last step; None if it did not.

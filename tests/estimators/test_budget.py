@@ -82,6 +82,14 @@ def test_cross_validation_ends_where_the_budget_does(monkeypatch: pytest.MonkeyP
     assert budget.spent == spent
 
 
+@pytest.mark.parametrize("epsilon", ["2", -1, 0, float("nan"), float("inf"), None])
+def test_a_budget_is_a_positive_number(epsilon: Any) -> None:
+    with pytest.raises(InputError, match="must be a positive number, as in Budget"):
+        Budget(epsilon)
+    with pytest.raises(InputError, match="between 0 and 1"):
+        Budget(3, delta=epsilon)
+
+
 @pytest.mark.promise("budget")
 def test_a_fit_is_booked_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(3)
