@@ -147,7 +147,7 @@ class Budget:
 
 
 def _faults(epsilon: object, delta: object) -> Iterator[str]:
-    """Yield what is wrong with the numbers of a budget."""
+    """Yield the faults of the numbers of a budget."""
     if not (isinstance(epsilon, int | float) and 0 < epsilon < math.inf):
         yield f"epsilon={epsilon!r} must be a positive number, as in Budget(epsilon=3)."
     if not (isinstance(delta, int | float) and 0 < delta < 1):
