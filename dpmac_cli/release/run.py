@@ -1,7 +1,7 @@
 """A finished run as a program holds it: its report, its network, scores and predictions."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,15 +60,7 @@ class Run:
             ModelError: the network cannot be built.
         """
         released = self.read()
-        facts = released.facts.values()
-        # As JSON: a report that was not read from its file has tuples.
-        report = json.loads(to_json({name: self.report.get(name) for name in facts}))
-        if report != facts:
-            raise InputError(
-                f"{self.folder} has another model than the one of this report. If it was trained "
-                f"or resumed again since, load it again: load({str(self.folder)!r}). If files of "
-                "two runs were mixed, copy the whole folder again."
-            )
+        _check_same_run(released, self.report, self.folder)
         return released
 
     @property
@@ -182,8 +174,28 @@ def load(
     read = partial(
         load_model, place, choose_device(device), factory=factory, network=network, public=public
     )
+    released = read()
     if not (place / folder.REPORT).is_file():
-        return Run(read().facts.values(), place, read)
+        return Run(released.facts.values(), place, read)
     run = Run(read_report(place).values(), place, read)
-    _ = run.released  # so that its faults are raised here
+    _check_same_run(released, run.report, place)
+    vars(run)["released"] = released  # it is not read again
     return run
+
+
+def _check_same_run(released: Released, report: Mapping[str, Any], place: Path) -> None:
+    """Raise InputError if a report is not of a model: an epsilon must not be told of another one.
+
+    Args:
+        released: the model, with the first half of its report.
+        report: content of report.json, in which there may be tuples in place of lists.
+        place: folder of both.
+    """
+    facts = released.facts.values()
+    first_half = {name: report.get(name) for name in facts}
+    if json.loads(to_json(first_half)) != facts:
+        raise InputError(
+            f"{place} has another model than the one of this report. If it was trained or resumed "
+            f"again since, load it again: load({str(place)!r}). If files of two runs were mixed, "
+            "copy the whole folder again."
+        )
