@@ -31,13 +31,12 @@ from dpmac_cli.files import to_json
 from dpmac_cli.release.plots import KINDS, write_figure
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import local
+from dpmac_cli.studies.compare import RUNS, unfinished
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
 from dpmac_cli.studies.results import collect, finished_report, score_in
 from dpmac_cli.studies.written import COMPARE_JSON, COMPARE_MD, study_figure, write_comparison
 from dpmac_cli.tasks.task import METRICS
 
-#: Folder of the runs of a study, in its own.
-RUNS = "runs"
 #: Largest number of seeds that are listed one by one.
 MOST_LISTED = 5
 STOPPING = "stopping: each run finishes its step and saves; repeat to stop immediately"
@@ -183,15 +182,15 @@ def _carry_out(
     with contextlib.ExitStack() as resources:
         stop_asked = resources.enter_context(stop_request())
         workers: local.Executor | None = None
-        if _missing(grid) and executor == "ray":
+        if unfinished(grid) and executor == "ray":
             # Nothing is written if the cluster is not available.
             resources.enter_context(late.ray_cluster.connected(cluster))
             workers = late.ray_cluster.Tasks(grid.runs, jobs)
-        elif _missing(grid):
+        elif unfinished(grid):
             workers = local.Commands(grid.runs, jobs)
         folder.make_folder(out / RUNS)
         resources.enter_context(folder.locked(out))
-        missing = _missing(grid)
+        missing = unfinished(grid)
         display = resources.enter_context(contextlib.closing(StudyDisplay(screen, grid, missing)))
         if workers is not None:
             for look in local.carry_out(workers, grid.runs, missing, stop_asked):
@@ -202,13 +201,8 @@ def _carry_out(
 
 def _commands(grid: Grid) -> Iterator[str]:
     """Yield the command of each run that is not finished, for a shell."""
-    for run in (grid.runs[number] for number in _missing(grid)):
+    for run in (grid.runs[number] for number in unfinished(grid)):
         yield shlex.join(["dpmac", *local.arguments(run, run.plan.settings.device)])
-
-
-def _missing(grid: Grid) -> list[int]:
-    """Return the numbers of the runs that are not finished."""
-    return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:

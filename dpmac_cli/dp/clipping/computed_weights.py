@@ -174,7 +174,7 @@ def _noted(
     *args: Any,
     **named: Any,
 ) -> Tensor:
-    """Compute a function of :data:`PLAIN`, and tap its output if a module of ours calls it.
+    """Compute a function of :data:`PLAIN`, and tap its output if a module of dpmac calls it.
 
     The product is computed with weights without their graph, because gradients w.r.t. them follow
     from the tap.
