@@ -22,11 +22,8 @@ from dpmac_cli.dp.clipping import ghost_clipping
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_gradients import (
-    PIECE,
-    ByChannel,
     ByLayer,
     PerSampleGradients,
-    choose_form,
     total_squared_norms,
 )
 from dpmac_cli.dp.clipping.layer_rules import Use
@@ -258,54 +255,6 @@ def assert_sums(form: PerSampleGradients, oracle: Tensor, tolerance: float) -> N
         form.weighted_sum(weights.to(oracle.dtype), mask, out)
         total = (weights.to(oracle.dtype).unsqueeze(1) * oracle).sum(0)
         torch.testing.assert_close(out, total, rtol=tolerance, atol=20 * tolerance)
-
-
-#: Convolutions of every option, in one to three dimensions, with and without a bias.
-CONVOLUTIONS: Mapping[str, Kind] = {
-    **{name: kind for name, kind in LAYERS.items() if "linear" not in name},
-    "no-bias": Kind(conv(2, 3, 3, bias=False), (2, 5, 4)),
-    "circular": Kind(conv(2, 3, 3, stride=2, padding=1, padding_mode="circular"), (2, 5, 4)),
-    "same": Kind(conv(2, 3, (1, 3), padding="same"), (2, 5, 4)),
-    "1d": Kind(lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
-    "3d": Kind(lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 1)), (2, 3, 4, 3)),
-}
-
-
-@pytest.mark.promise("one")
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype", "views", "cut"),
-    all_pairs([*CONVOLUTIONS], KINDS, [*TOLERANCE], [1, 3], [False, True]),
-)
-def test_gradients_with_channels_last_are_those_of_autograd(
-    name: str,
-    kind: str,
-    dtype: torch.dtype,
-    views: int,
-    cut: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of all samples at a time, and of two, the last of which is alone."""
-    layer = CONVOLUTIONS[name].layer(dtype)
-    [use] = random_uses(CONVOLUTIONS[name], layer, 5, views)
-    if cut:
-        monkeypatch.setattr("dpmac_cli.dp.clipping.layer_gradients.PIECE", 1)
-    form, oracle = ByChannel.of(layer, use), by_autograd(layer, (use,))
-    region, tolerance = region_of(kind, layer), TOLERANCE[dtype]
-    for found in (form, form.double()):
-        norms = squared(found, region, layer)
-        expected = whiten(oracle, region).square().sum(1)
-        torch.testing.assert_close(norms.value, expected.double(), rtol=tolerance, atol=0)
-        assert ((norms.value - expected).abs() <= norms.slack + tolerance * expected).all()
-    assert_sums(form, oracle, tolerance)
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-def test_convolutions_with_few_positions_have_channels_last(stride: int) -> None:
-    kind = Kind(conv(16, 16, 3, stride=stride, padding=1), (16, 8, 8))
-    layer, many = kind.layer(), PIECE // 2304 + 1
-    for samples, found in ((many, {1: False, 2: True}[stride]), (2, False)):
-        form = choose_form(layer, random_uses(kind, layer, samples), ball=True)
-        assert isinstance(form, ByChannel) == found
 
 
 # (2) Slack and (3) reach.

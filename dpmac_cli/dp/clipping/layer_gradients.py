@@ -7,7 +7,6 @@ only: :func:`choose_form`.
 | form | of | stores |
 |---|---|---|
 | :class:`Instantiated` | any layer | g_i, or some of them at a time |
-| :class:`ByChannel` | convolutions with many channels | g_i, in the order of the patches |
 | :class:`.OuterProducts` | Linear layers with one position | inputs and output gradients |
 | :class:`.PositionProducts` | Linear layers and convolutions with several positions | the same |
 | :class:`.LookedUp` | lookups of categories | gradients of the vectors that were read |
@@ -15,15 +14,14 @@ only: :func:`choose_form`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping import unfold
 from dpmac_cli.dp.clipping.custom_layers import Lookups
 from dpmac_cli.dp.clipping.ghost_clipping import (
     DEVICE_PIECE,
@@ -32,7 +30,7 @@ from dpmac_cli.dp.clipping.ghost_clipping import (
     join_positions,
     sizes,
 )
-from dpmac_cli.dp.clipping.layer_rules import CHANNELS, ByParameter, Use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layer_rules import ByParameter, Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import (
@@ -139,85 +137,6 @@ class Instantiated:
         return Instantiated(pieces)
 
 
-@dataclass(frozen=True)
-class ByChannel:
-    """Instantiated gradients of a convolution, whose weights are in the order of its patches.
-
-    That is (out, *kernel size, in), which is faster to compute than (out, in, *kernel size), as in
-    theta. Norms are computed in a metric in the same order, and the sum is put back into theta's.
-    """
-
-    layer: Layer
-    gradients: Instantiated
-
-    @staticmethod
-    def of(layer: Layer, use: Use) -> "ByChannel":
-        """Return the gradients of one use, computed for a few samples at a time.
-
-        Args:
-            layer: a convolution.
-            use: its only use by all samples of a chunk.
-        """
-        weight: Any = use.module.weight
-        samples = use.samples
-        outputs = len(weight)
-        inputs = weight[0].numel()
-        by_name = {}
-        for name, p in layer.parameters.items():
-            by_name[name] = use.grad_output.new_empty(samples, p.numel())
-        positions = use.grad_output.numel() // (samples * outputs)
-        step = max(2, _piece(weight) // 4 // (positions * inputs))
-        begin = 0
-        for [some] in in_groups([use], step):
-            rows = slice(begin, begin + some.samples)
-            grad_output = unfold.gradients_by_position(use.module, some.grad_output, some.rows)
-            patches = unfold.patches_by_channel(use.module, some.inputs, some.rows)
-            products = OuterProducts(grad_output, patches, bias=False)
-            products.weights(out=by_name["weight"][rows].view(-1, outputs, inputs))
-            if "bias" in by_name:
-                torch.sum(grad_output, 1, out=by_name["bias"][rows])
-            begin = rows.stop
-        columns = list(by_name.values())
-        return ByChannel(layer, Instantiated(lambda: [columns]))
-
-    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute the norms directly; nothing cancels."""
-        if metric.centre is not None:
-            # m A, which products of a whole batch need, is not read.
-            metric = replace(
-                metric,
-                inverse=self._by_channel(metric.inverse),
-                centre=self._by_channel(metric.centre),
-            )
-        return self.gradients.squared_norms(metric)
-
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute the sum in the order of the patches, and write it in theta's."""
-        total = torch.empty_like(out)
-        self.gradients.weighted_sum(c, valid, total)
-        out.copy_(total)
-        part, shape = self._weight
-        outputs, inputs, *kernel = shape
-        by_channel = total[part].view(outputs, *kernel, inputs)
-        out[part].view(shape).copy_(by_channel.movedim(-1, 1))
-
-    def double(self) -> "ByChannel":
-        """Return the gradients in float64."""
-        return ByChannel(self.layer, self.gradients.double())
-
-    @property
-    def _weight(self) -> tuple[slice, torch.Size]:
-        """Return the slice of the weight within the layer's, and its shape."""
-        return self.layer.slices["weight"], self.layer.parameters["weight"].shape
-
-    def _by_channel(self, vector: Tensor) -> Tensor:
-        """Return a vector of the layer's coordinates in the order of the patches."""
-        part, shape = self._weight
-        ordered = vector.clone()
-        ordered[part] = vector[part].view(shape).movedim(1, -1).flatten()
-        return ordered
-
-
 def _slices(columns: ByParameter) -> Iterator[tuple[slice, Tensor]]:
     """Yield each tensor with the coordinates of the layer that it has."""
     begin = 0
@@ -284,13 +203,8 @@ def _of_products(
     if use_sizes.positions == 1 and type(first.module) is nn.Linear:
         return OuterProducts(first.grad_output, first.inputs, "bias" in layer.parameters)
     numbers = first.samples * (layer.stop - layer.start)
-    if numbers <= _piece(first.grad_output):
-        return _instantiated(layer, uses)
-    if numbers > HELD:
-        return PositionProducts(layer, tuple(uses), use_sizes)
-    if _patches_pay(uses, use_sizes):
-        return ByChannel.of(layer, first)
-    if use_sizes.holding_pays(ball):
+    fits_in_cache = numbers <= _piece(first.grad_output)
+    if fits_in_cache or (numbers <= HELD and use_sizes.holding_pays(ball)):
         return _instantiated(layer, uses)
     return PositionProducts(layer, tuple(uses), use_sizes)
 
@@ -302,15 +216,6 @@ def _instantiated(layer: Layer, uses: Sequence[Use]) -> Instantiated:
     step = max(2, _piece(grad_output) // 4 // numbers)
     columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
-
-
-def _patches_pay(uses: Sequence[Use], use_sizes: UseSizes) -> bool:
-    """Return whether gradients are faster to compute from patches with channels last."""
-    module: Any = uses[0].module
-    if len(uses) > 1 or uses[0].grad_output.is_cuda or type(module) is nn.Linear:
-        return False
-    enough_channels: bool = module.in_channels >= CHANNELS
-    return enough_channels and use_sizes.positions <= use_sizes.outputs
 
 
 def _of_embeddings(

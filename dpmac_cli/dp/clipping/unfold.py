@@ -68,7 +68,7 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     samples = len(a) // views
     if isinstance(module, nn.Linear):
         return a.reshape(samples, -1, module.in_features)
-    patches = _unfolded(module, _with_zeros(module, a), first_dim=2)
+    patches = _unfolded(module, _with_zeros(module, a))
     by_view = torch.unflatten(patches, 0, (samples, views))  # (samples, views, channels, ...)
     dims = len(module.kernel_size)
     places = range(3, 3 + dims)
@@ -78,43 +78,21 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     return by_tap.reshape(samples, patch_size, -1).mT
 
 
-def _unfolded(conv: Any, padded: Tensor, first_dim: int) -> Tensor:
+def _unfolded(conv: Any, padded: Tensor) -> Tensor:
     """Return the pixels that each tap of a kernel reads at each position.
 
     Args:
         conv: the convolution.
-        padded: its inputs, with their padding.
-        first_dim: first of the dimensions of space.
+        padded: its inputs, with their padding, shape (rows, channels, ...).
 
     Returns:
         The inputs with positions instead of pixels, and one more dimension for each of the kernel.
     """
     patches = padded
     sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
-    for dim, (size, step, gap) in enumerate(sizes, first_dim):
+    for dim, (size, step, gap) in enumerate(sizes, start=2):
         patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
     return patches
-
-
-def patches_by_channel(conv: Any, a: Tensor, views: int = 1) -> Tensor:
-    """Return the patches of a convolution at each position, (samples, T, K), channels last.
-
-    K is (*kernel size, channels) instead of (channels, *kernel size): a patch consists of a few
-    runs of numbers that are side by side in memory, which are copied much faster.
-
-    Args:
-        conv: the convolution.
-        a: its inputs, shape (samples * views, channels, ...).
-        views: number of rows per sample.
-    """
-    a, zeros = _padded(conv, a)
-    channels_last = a.movedim(1, -1)
-    padded = pad(channels_last, [0, 0, *_both_sides(zeros)]).contiguous()
-    patches = _unfolded(conv, padded, first_dim=1)
-    channels = 1 + len(conv.kernel_size)  # after the rows and their positions
-    samples = len(a) // views
-    patch_size = conv.weight[0].numel()
-    return patches.movedim(channels, -1).reshape(samples, -1, patch_size)
 
 
 def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> Tensor:
