@@ -31,11 +31,15 @@ NO_CLIPPING = 2.0**40
 class Spread:
     """State of a geometry: the spread of g-tilde around its mean. Post-noise, so public.
 
+    The scalars are used by DP-MacAdam alone, and set by :meth:`Geometry.begin`. psi_t is the share
+    of the noise in s_t: see :class:`MacAdamEllipsoid`.
+
     Attributes:
         s: AdaClip's s_t^2, MacAdam's s_t, or s_t - psi_t if kappa is "tracked"; shape (d,).
-        kappa_star: E[s_t] divided by the variance of i.i.d. g-tilde.
+        kappa_star: E[s_t] divided by the variance of i.i.d. g-tilde, see :func:`kappa_star`.
         kappa: divisor of s_t at step t; None if it is 0.
-        share: (1 - c_t)^2, the weight of the noise of step t in u_t.
+        share: (1 - c_t)^2, the weight of the noise of step t in u_t, with c_t of
+            :func:`newest_weight`.
     """
 
     s: Tensor
@@ -49,11 +53,13 @@ State = TypeVar("State", Ellipsoid, Moments, Spread)
 
 
 def part_of(state: State, block: slice | Tensor) -> State:
-    """Return some coordinates of every vector of a record; its scalars are unchanged.
+    """Return a block of coordinates of a region, of moments or of a spread, of the same type.
 
     Args:
-        state: region, moments or spread, with vectors of shape (d,).
-        block: a slice, whose vectors are views; or indices, or a mask of shape (d,).
+        state: region, moments or spread, with vectors of shape (d,). Its scalars, and tensors of
+            shape () such as those of a ball, are in the result as they are.
+        block: the coordinates: a slice, for which vectors of the result are views of those of
+            ``state``; or indices, or a mask of shape (d,), for which they are copies.
 
     Example:
         >>> moments = Moments(m=torch.tensor([1.0, 2.0, 3.0]), v=torch.zeros(3), step=5)
@@ -64,13 +70,22 @@ def part_of(state: State, block: slice | Tensor) -> State:
 
 
 def at_places(state: State, trained: Tensor) -> State:
-    """Return a record whose vectors have 0 at the coordinates that are not trained.
+    """Write vectors of the trained coordinates into ones of all, with 0 at the others.
 
-    Those are in no norm, because 1/b^2 is 0 there, too.
+    Coordinates that are not trained, such as the padding of an embedding, are in no norm, because
+    1/b^2 is 0 there, too.
 
     Args:
-        state: a record with vectors of the trained coordinates only.
+        state: region, moments or spread, with vectors of the trained coordinates only.
         trained: mask of the trained coordinates, bool, shape (d,).
+
+    Returns:
+        A state of the same type, with new vectors of shape (d,) and the same scalars.
+
+    Example:
+        >>> moments = Moments(m=torch.tensor([1.0, 2.0]), v=torch.zeros(2))
+        >>> at_places(moments, torch.tensor([True, False, True])).m
+        tensor([1., 0., 2.])
     """
 
     def placed(vector: Tensor) -> Tensor:
@@ -90,13 +105,14 @@ def _with_vectors(state: State, function: Callable[[Tensor], Tensor]) -> State:
 
 
 def joined(region: Ellipsoid, parts: Sequence[Ellipsoid]) -> Ellipsoid:
-    """Return the next region, whose blocks :meth:`Geometry.next` wrote to the memory of ``region``.
+    """Return the next step's region from its blocks; only the blocks' factors are added up.
 
     A ball has no blocks: it is the same for all of them.
 
     Args:
-        region: the region of this step, whose vectors are those of the next one by now.
-        parts: what :meth:`Geometry.next` returned for each block, at least one.
+        region: the region of this step, shape (d,). :meth:`Geometry.next` has overwritten its
+            vectors with those of the next region, which the result shares.
+        parts: results of :meth:`Geometry.next` for all blocks, in any order; at least one.
     """
     if region.is_ball:
         return parts[0]
@@ -105,46 +121,56 @@ def joined(region: Ellipsoid, parts: Sequence[Ellipsoid]) -> Ellipsoid:
 
 
 class Geometry(Protocol):
-    """Chooses the clipping ellipsoid of each step from private means of the steps before.
+    """Interface that chooses the clipping ellipsoid of each step from private means before it.
 
-    A class without state per coordinate is a dataclass whose fields are hyperparameters. Its name
-    in :data:`GEOMETRIES` is what an optimizer declares as ``clips``.
+    An implementation is a frozen dataclass whose fields are hyperparameters; its state is a
+    :class:`Spread`. Its name in :data:`GEOMETRIES` is what an optimizer declares as ``clips``.
+
+    Calls: :meth:`start` once; then for each step t, :meth:`begin` once, :meth:`next` once for each
+    block of coordinates, and :func:`joined`.
     """
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
-        """Return the ellipsoid of step 1 and the state: line 1.
+        """Return the clipping ellipsoid of step 1, and the initial state: line 1 of Algorithm 1.
 
         Args:
             like: parameters, shape (d,); only shape, dtype and device are used.
+
+        Returns:
+            The ellipsoid; and the state, None for a geometry that never changes.
         """
         ...
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Advance all scalar state to a step, once for all blocks.
+        """Advance the scalars of the state to a step, before any block of it: line 18.
+
+        By default, nothing happens.
 
         Args:
-            step: t, from 1.
-            spread: state after step t - 1, updated in place.
+            step: t, from 1. Each step is begun once, in order.
+            spread: state after step t - 1, updated in place; None if :meth:`start` returned none.
         """
         del step, spread
 
     def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Ellipsoid:
-        """Return a block of the region of the next step: lines 16 to 20.
+        """Return a block of the region of step t + 1: lines 16 to 20 of Algorithm 1.
 
-        By default, nothing changes, which only a ball may do.
+        A block is a slice of the coordinates, or all of them. Call it once per block and step. By
+        default, nothing changes, which only a ball may do.
 
         Args:
-            private: private mean g-tilde_t.
-            moments: moments of step t, after the update of theta.
-            region: region of this step. Consumed: a new centre and ``inverse`` are written to its
-                memory.
-            spread: state, whose vectors are updated in place.
+            private: private mean g-tilde_t of the block, shape (block,).
+            moments: moments of step t, after the update of theta, of the block.
+            region: region of step t, of the block. Consumed: the new centre and ``inverse`` are
+                written to its memory.
+            spread: state of the block, whose vectors are updated in place; None if :meth:`start`
+                returned none.
 
         Returns:
-            The block of the next region. Its ``factor`` is the block's part of a sum, see
-            :func:`joined`.
+            The block of the next region. Its ``factor`` is only the block's part of a sum over all
+            blocks, see :func:`joined`.
         """
         del private, moments, spread
         return region
@@ -168,13 +194,20 @@ class Ball(Geometry):
     clip_norm: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
-        """Return the ball, which never changes, and no state."""
+        """Return the ball of radius C, which never changes, and None: it has no state.
+
+        Args:
+            like: parameters, shape (d,); only dtype and device are used.
+
+        Raises:
+            InputError: C is not above 0, or its square does not fit into the dtype.
+        """
         return ball(self.clip_norm, like), None
 
 
 @dataclass(frozen=True)
 class AdaClipEllipsoid(Geometry):
-    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643).
+    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643): centre m_t, scale b_t.
 
         m_t = beta1 m_(t-1) + (1 - beta1) g~_t
         u_t = clamp((g~_t - m_t)^2 - b_(t-1)^2 sigma^2 / B^2, h1, h2)
@@ -194,7 +227,11 @@ class AdaClipEllipsoid(Geometry):
     h2: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
-        """Return the centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
+        """Return the ellipsoid of step 1 and the state: m = 0, and s^2 = sqrt(h1 h2) everywhere.
+
+        Args:
+            like: parameters, shape (d,); only shape, dtype and device are used.
+        """
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
         return _scaled(region, s_squared), Spread(s_squared)
@@ -202,7 +239,17 @@ class AdaClipEllipsoid(Geometry):
     def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Ellipsoid:
-        """Update m and s^2, running averages of g~ and clamp((g~ - m)^2 - noise, h1, h2)."""
+        """Return a block of the next ellipsoid, by the equations of the class.
+
+        Args:
+            private: private mean g-tilde_t of the block.
+            moments: not used.
+            region: ellipsoid of this step, of the block. Consumed: m and 1/b^2 are overwritten.
+            spread: state of the block, whose s^2 is updated in place.
+
+        Returns:
+            The block, whose ``factor`` is its part of a sum: see :func:`joined`.
+        """
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
         squares = _squares(private.value, region.centre)
@@ -213,7 +260,7 @@ class AdaClipEllipsoid(Geometry):
 
 @dataclass(frozen=True)
 class MacAdamEllipsoid(Geometry):
-    """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
+    """DP-MacAdam's ellipsoid, centre m-hat_t and scale b_t: lines 16 to 20 of Algorithm 1.
 
         u_t = (g~_t - m-hat_t)^2                                                   line 16
         s_t = beta1 s_(t-1) + (1 - beta1) u_t                                      line 17
@@ -243,13 +290,22 @@ class MacAdamEllipsoid(Geometry):
     kappa: Literal["paper", "exact", "tracked"]
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
-        """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
+        """Return the ellipsoid of step 1 and the state: m-hat_0 = 0, b_0 = 1/d, s_0 = 0 (line 1).
+
+        Args:
+            like: parameters, shape (d,); only shape, dtype and device are used.
+        """
         m_hat = torch.zeros_like(like)
         b = torch.full_like(like, 1 / like.numel())
         return ellipsoid(m_hat, b), Spread(torch.zeros_like(like))
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Update everything that depends only on t, including line 18."""
+        """Update the scalars of the state, which depend on t alone: kappa_t of line 18, and c_t.
+
+        Args:
+            step: t, from 1; each step once, in order.
+            spread: state after step t - 1, updated in place.
+        """
         assert spread is not None  # noqa: S101
         beta = self.beta1
         spread.kappa_star = kappa_star(step, beta, previous=spread.kappa_star)
@@ -260,7 +316,17 @@ class MacAdamEllipsoid(Geometry):
     def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Ellipsoid:
-        """Lines 16 to 20; the next centre is m-hat_t."""
+        """Return a block of the next ellipsoid, whose centre is m-hat_t: lines 16 to 20.
+
+        Args:
+            private: private mean g-tilde_t of the block.
+            moments: moments of step t, of the block.
+            region: ellipsoid of this step, of the block. Consumed: m-hat and 1/b^2 are overwritten.
+            spread: state of the block after :meth:`begin`; its s is updated in place.
+
+        Returns:
+            The block, whose ``factor`` is its part of a sum: see :func:`joined`.
+        """
         assert spread is not None  # noqa: S101
         b = private.scale
         beta = self.beta1
@@ -292,11 +358,11 @@ GEOMETRIES: dict[str, type[Any]] = {
 
 
 def geometry_of(optimizer: Optimizer) -> Geometry:
-    """Return the geometry that an optimizer names, with its hyperparameters.
+    """Return the geometry that an optimizer clips to, with the optimizer's hyperparameters.
 
     Args:
-        optimizer: whose ``clips`` is a key of :data:`GEOMETRIES`, and which has a hyperparameter
-            for each field of that class.
+        optimizer: an optimizer whose ``clips`` is a key of :data:`GEOMETRIES`, and which has a
+            hyperparameter for each field of that geometry.
 
     Raises:
         InputError: there is no such geometry, or the optimizer lacks a hyperparameter of it.
@@ -347,7 +413,9 @@ def _scaled(region: Ellipsoid, variance: Tensor, times: float = 1.0) -> Ellipsoi
 
 
 def paper_kappa(t: int, beta: float) -> float:
-    """Return kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1.
+    """Return kappa_t, the paper's divisor of s_t: line 18, 2 (beta - beta^t) / (1 + beta).
+
+    It is 0 at t = 1, where s_1 is 0, too.
 
     Args:
         t: step, from 1.
@@ -361,17 +429,23 @@ def paper_kappa(t: int, beta: float) -> float:
 
 
 def newest_weight(t: int, beta: float) -> float:
-    """Return c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1.
+    """Return c_t = (1 - beta) / (1 - beta^t), the weight of g-tilde_t in m-hat_t (line 14).
+
+    It is 1 at t = 1, and falls to 1 - beta.
 
     Args:
         t: step, from 1.
-        beta: decay rate beta1 of m.
+        beta: decay rate beta1 of m, in [0, 1).
+
+    Example:
+        >>> newest_weight(1, 0.9), round(newest_weight(100, 0.9), 4)
+        (1.0, 0.1)
     """
     return (1 - beta) / (1 - beta**t)
 
 
 def kappa_star(t: int, beta: float, previous: float) -> float:
-    """Return kappa*_t = E[s_t] / V for i.i.d. g-tilde of variance V.
+    """Return kappa*_t = E[s_t] / V for i.i.d. g-tilde of variance V: the unbiased divisor of s_t.
 
     kappa*_t = beta kappa*_(t-1) + (1 - beta) E[u_t] / V, where E[u_t] / V = 1 - 2 c_t + sum_i c_i^2
     with the weights c_i of g~_i in m-hat_t. Unlike the paper's kappa (its appendix), it uses the

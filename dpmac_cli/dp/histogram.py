@@ -30,7 +30,9 @@ WHOLE = 1 << 24
 
 @dataclass(frozen=True)
 class NoisyHistogram:
-    """Counts of units in cells, with Gaussian noise. Nothing computed from it costs more.
+    """Counts of units of privacy in cells, with Gaussian noise: made by :meth:`release`.
+
+    Nothing computed from it has a further privacy cost.
 
     Attributes:
         counts: counts of all records with noise, float64, one array of shape (cells,) per
@@ -61,17 +63,23 @@ class NoisyHistogram:
         noise: SeededNormals,
         owners: NDArray[np.int64] | None = None,
     ) -> "NoisyHistogram":
-        """Count records, and add noise on the grid of the secure mechanism.
+        """Count records in the cells of some partitions, and add noise: :class:`.SecureMechanism`.
+
+        The noise of each count has standard deviation sigma sqrt(C) / q, for C partitions and the
+        sampling rate q of the event.
 
         Args:
-            cells: cell of each record in each partition, shape (records, partitions); -1 if it is
-                in none. Where the event has a sampling rate, of the records that were drawn.
+            cells: cell of each record in each partition, from 0, shape (records, partitions); -1 if
+                it is in none. Where the event has a sampling rate, of the records that were drawn.
             sizes: number of cells of each partition, which is public.
-            event: event of the histogram: see
-                :func:`~dpmac_cli.accounting.events.histogram_event`. It has begun.
+            event: event of the histogram, which has sigma: see
+                :func:`~dpmac_cli.accounting.events.histogram_event`. An account has begun it.
             noise: fresh random numbers, used only here.
             owners: index of each record's unit of privacy, shape (records,); None if each record is
                 one.
+
+        Returns:
+            The histogram, which is public.
 
         Raises:
             ValueError: the event is not that of a histogram, or there is no such cell.
@@ -93,9 +101,10 @@ class NoisyHistogram:
 
 
 def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int64]:
-    """Return the weight of each record in multiples of 1 / WHOLE, shape (records,).
+    """Return the weight of each record of a histogram as a multiple of 1 / WHOLE, shape (records,).
 
-    Those of a unit add up to at most WHOLE. A weight depends on the unit's own records only.
+    A record of a unit with m records has the weight 1/m, rounded down, so those of a unit add up to
+    at most WHOLE. A weight depends on the unit's own records only.
 
     Args:
         owners: index of each record's unit, shape (records,); None if each record is one.
@@ -112,15 +121,17 @@ def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int
 
 
 def count(cells: NDArray[np.int64], size: int, weights: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the sum of weights in each cell as a float64 number, exact, shape (size,).
+    """Return the sum of the weights of the records in each cell, float64, exact, shape (size,).
+
+    It has no noise, so it is private: see :meth:`NoisyHistogram.release`.
 
     Args:
         cells: cell of each record, shape (records,); -1 if it is in none.
         size: number of cells.
-        weights: see :func:`weights_of`, shape (records,).
+        weights: weights of the records in multiples of 1 / WHOLE, int64, shape (records,).
 
     Raises:
-        ValueError: there is no such cell.
+        ValueError: a record is in a cell that there is not.
 
     Example:
         >>> count(np.array([0, 2, -1, 2]), 3, np.full(4, WHOLE))

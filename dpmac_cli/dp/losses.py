@@ -50,11 +50,11 @@ plain: Loss = partial(cross_entropy, reduction="none")
 
 
 def returned(outputs: Tensor, _: Any) -> Tensor:
-    """Return the outputs of a network that computes its own losses, shape (samples,).
+    """Return the outputs: the loss of a network that computes its own losses.
 
     Args:
-        outputs: one loss per sample.
-        _: labels, which the network has seen.
+        outputs: one loss per sample, shape (samples,).
+        _: labels, which are not used: the network has seen them.
     """
     return outputs
 
@@ -106,14 +106,22 @@ def _of_numbers(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def build_loss(name: str, smoothing: float = 0.0) -> Loss:
-    """Return a loss by name, without the weights of records: see :func:`build_weights`.
+    """Return the per-sample loss of a name, without weights of records: see :func:`build_weights`.
 
     Args:
         name: a loss of a registered task; "cross-entropy"; "focal" (Lin et al. 2017, arXiv
             1708.02002); for targets scaled to [-1, 1] "mse", "huber", which is linear for errors
             above :data:`HUBER`, or "quantile:Q", the absolute error, of which weights make the
             Q-quantile; "next-token", which a language model computes itself.
-        smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
+        smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1); used by
+            "cross-entropy" and "focal" alone.
+
+    Returns:
+        A function of outputs and targets that returns one loss per sample, shape (samples,). Any
+        other name gives the cross-entropy.
+
+    Raises:
+        ModelError: in a call, for numbers to predict whose shape is not that of the outputs.
 
     Example:
         >>> loss = build_loss("mse")
@@ -139,12 +147,21 @@ def build_loss(name: str, smoothing: float = 0.0) -> Loss:
 
 
 def build_weights(name: str, weights: Sequence[float], device: torch.device) -> Weigh | None:
-    """Return the weights of records that belong to a loss; None if all are 1.
+    """Return the weights of records that belong to a loss of :func:`build_loss`.
 
     Args:
-        name: name of a loss, as in :func:`build_loss`.
-        weights: public weights of the classes, above 0; () for equal weights.
+        name: name of the loss.
+        weights: public weights of the classes, above 0; () for equal weights. Not used for
+            "quantile:Q", whose weights follow from Q.
         device: device of the labels.
+
+    Returns:
+        A function that returns one weight per row: see :data:`~dpmac_cli.dp.weights.Weigh`; None
+        if all weights are 1.
+
+    Example:
+        >>> build_weights("mse", (), torch.device("cpu")) is None
+        True
     """
     kind, _, level = name.partition(":")
     if kind == "quantile":
@@ -153,13 +170,14 @@ def build_weights(name: str, weights: Sequence[float], device: torch.device) -> 
 
 
 def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
-    """Reject a user-supplied loss on examples of outputs and labels, which are not private.
+    """Reject a user-supplied loss that is not a function of one sample, by trying it on examples.
 
-    In training it is called with the outputs of one sample and its label.
+    In training it is called with the outputs of one sample and its label. Here, too; and once with
+    the whole batch, where it may also fail.
 
     Args:
         loss: the loss.
-        outputs: made-up outputs, shape (samples, outputs).
+        outputs: made-up outputs, shape (samples, outputs). Not private: messages may quote them.
         labels: made-up labels, shape (samples, ...).
 
     Raises:

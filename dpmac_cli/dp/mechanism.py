@@ -57,30 +57,34 @@ class Ellipsoid:
 
     @property
     def is_ball(self) -> bool:
-        """Return whether one number scales all coordinates, and the centre is the origin."""
+        """Return whether the region is a ball around 0: one number scales all coordinates."""
         return self.inverse.ndim == 0
 
     @property
     def scale(self) -> Tensor:
-        """Return b, shape (d,); or C, shape (), for a ball of radius C."""
+        """Return the scale b = sqrt(factor / inverse), shape (d,); for a ball its radius C, ()."""
         return self.inverse.rsqrt().mul_(self.factor.sqrt())
 
 
 def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
-    """Return the ellipsoid with a centre and a scale per coordinate.
+    """Return the ellipsoid {g : ||(g - m) / b||_2 <= 1} with centre m and scale b.
 
     Args:
-        centre: m, shape (d,). Not copied.
+        centre: m, shape (d,). Not copied: the result shares its memory.
         scale: b > 0, shape (d,).
+
+    Example:
+        >>> ellipsoid(torch.zeros(2), torch.tensor([1.0, 0.5])).inverse  # 1/b^2
+        tensor([1., 4.])
     """
     return Ellipsoid(centre, scale.square().reciprocal_(), torch.ones_like(scale[0]))
 
 
 def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
-    """Return the ball of radius C around the origin, as an ellipsoid.
+    """Return the ball {g : ||g||_2 <= C} of radius C around the origin, as an ellipsoid.
 
     Args:
-        radius: C.
+        radius: C, the clipping norm, above 0.
         like: a vector with the dtype and device of theta; None for float32 on the CPU.
 
     Raises:
@@ -126,10 +130,13 @@ class PrivateMean:
         return (self.scale * self.noise_ratio).square_()
 
     def without_noise(self, variance: Tensor) -> Tensor:
-        """Subtract the variance of the noise, in place, and return the result: line 19.
+        """Subtract the variance of the noise from that of g-tilde: b^2 sigma^2 / B^2 of line 19.
 
         Args:
-            variance: estimate of the variance of g-tilde, shape (d,), or a block of it.
+            variance: estimate of the variance of g-tilde, in the shape of ``value``. Overwritten.
+
+        Returns:
+            ``variance`` itself: an estimate of the variance without noise, which may be below 0.
         """
         return variance.addcmul_(self.scale, self.scale, value=-(self.noise_ratio**2))
 
@@ -173,21 +180,24 @@ class GaussianMechanism:
 
     @classmethod
     def of(cls, event: TrainingEvent, expected_batch: float) -> Self:
-        """Return the mechanism of each step of an event.
+        """Return the mechanism of each step of a training, with the sigma of its privacy event.
 
         Args:
-            event: event of the steps, which has sigma.
-            expected_batch: B.
+            event: event of the steps, which an account has.
+            expected_batch: B, above 0.
+
+        Raises:
+            InputError: a number is out of range.
         """
         return cls(event.noise_multiplier, expected_batch)
 
     @property
     def noisy(self) -> bool:
-        """Return whether it adds noise."""
+        """Return whether the mechanism adds noise; without, nothing that it releases is private."""
         return self.noise_multiplier > 0
 
     def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
-        """Add noise to the clipped sum, and convert it to a mean gradient: lines 9 to 11.
+        """Add noise to a clipped sum, and divide it by B: g-tilde of lines 9 to 11 of Algorithm 1.
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
@@ -198,7 +208,8 @@ class GaussianMechanism:
             noise: fresh random numbers, used only here.
 
         Returns:
-            g-tilde_t in the shape of ``clipped`` and the dtype of ``region``, which is private.
+            g-tilde_t in the shape of ``clipped`` and the dtype of ``region``. With noise, anything
+            may be computed from it.
         """
         value = clipped
         b = region.scale
@@ -214,10 +225,12 @@ class GaussianMechanism:
             value.addcmul_(z, b, value=self.noise_multiplier)
 
     def rounding(self, size: int) -> float:
-        """Return a bound on what rounding adds to the sensitivity 1.
+        """Return a bound on what rounding adds to the sensitivity 1, in whitened space.
+
+        Here 0: the margins of :mod:`dpmac_cli.dp.clipping.clipped_sum` cover the rounding of sums.
 
         Args:
-            size: number of coordinates.
+            size: number d of coordinates.
         """
         return 0.0
 
@@ -239,11 +252,11 @@ class SecureMechanism(GaussianMechanism):
         value.copy_(whitened).mul_(b)
 
     def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
-        """Return the noisy sum in whitened space, on the grid.
+        """Return the noisy sum divided by b, rounded to the grid: lines 9 and 10, before 1/B.
 
         Args:
-            clipped: see :meth:`release`. Consumed.
-            b: scale of the region, shape (d,) or ().
+            clipped: clipped sum, shape (d,): see :meth:`release`. Consumed.
+            b: scale of the region, shape (d,), or () for a ball.
             noise: fresh random numbers, used only here.
 
         Returns:
@@ -259,5 +272,11 @@ class SecureMechanism(GaussianMechanism):
         return torch.add(torch.zeros_like(total[0]), total, alpha=GRID, out=total)
 
     def rounding(self, size: int) -> float:
-        """Return what the grid adds: each coordinate moves by up to half of it, twice."""
+        """Return what rounding to the grid adds to the sensitivity 1, GRID sqrt(d).
+
+        Each coordinate moves by up to half of the grid, in both of two neighbouring sums.
+
+        Args:
+            size: number d of coordinates.
+        """
         return GRID * math.sqrt(size)

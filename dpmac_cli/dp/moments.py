@@ -38,11 +38,12 @@ class Moments:
 
     @staticmethod
     def before(theta: Tensor, keeps: str) -> "Moments":
-        """Return the moments before step 1: line 1.
+        """Return the moments before step 1, m_0 = v_0 = 0: line 1 of Algorithm 1.
 
         Args:
-            theta: parameters, shape (d,).
-            keeps: names of the averages that an optimizer uses: "m", "v", "mv" or "".
+            theta: parameters, shape (d,); only shape, dtype and device are used.
+            keeps: names of the averages that an optimizer uses: "m", "v", "mv" or "". Others are
+                empty, shape (0,).
         """
         nothing = theta.new_zeros(0)
         m = torch.zeros_like(theta) if "m" in keeps else nothing
@@ -50,7 +51,9 @@ class Moments:
         return Moments(m, v)
 
     def update(self, g: Tensor, beta1: float, beta2: float) -> None:
-        """Update the averages with the private mean of a step, in place.
+        """Update m and v with the private mean of a step, in place: lines 12 and 13.
+
+        ``step`` is not changed: the caller sets it, once per step, also if it updates by blocks.
 
         Args:
             g: g-tilde_t, in the shape of the averages.
@@ -61,16 +64,16 @@ class Moments:
         self.v.mul_(beta2).addcmul_(g, g, value=1 - beta2)  # line 13
 
     def m_hat(self, beta1: float, out: Tensor | None = None) -> Tensor:
-        """Return m without the bias of its start at 0, line 14, shape (d,).
+        """Return m-hat_t = m_t / (1 - beta1^t), without the bias of a start at 0: line 14, (d,).
 
         Args:
             beta1: decay rate of m.
-            out: memory for the result; None to allocate it.
+            out: memory that the result is written to, shape (d,); None to allocate it.
         """
         return torch.div(self.m, 1 - beta1**self.step, out=out)
 
     def v_hat(self, beta2: float) -> Tensor:
-        """Return v without the bias of its start at 0, line 14, shape (d,).
+        """Return v-hat_t = v_t / (1 - beta2^t), without the bias of a start at 0: line 14, (d,).
 
         Args:
             beta2: decay rate of v.

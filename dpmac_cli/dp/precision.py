@@ -83,35 +83,48 @@ SETTINGS: Mapping[str, tuple[Read, Write]] = MappingProxyType(_settings())
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Values of :data:`SETTINGS` at some time, in their order.
+    """Torch's settings that decide how results are rounded, as they were at some time.
 
     A network is tried with those of the start, and every step computes with them: the number of
     threads, for example, decides which rows share a kernel's rest.
 
     Attributes:
-        values: one for each setting.
+        values: value of each of :data:`SETTINGS`, in their order.
+
+    Example:
+        >>> with full_float32(Arithmetic.now()):
+        ...     threads = torch.get_num_threads()
+        >>> threads == torch.get_num_threads()
+        True
     """
 
     values: tuple[Any, ...]
 
     @staticmethod
     def now() -> "Arithmetic":
-        """Return the settings as they are."""
+        """Return the settings as they are in this process now."""
         return Arithmetic(tuple(read() for read, _ in SETTINGS.values()))
 
     @property
     def switches(self) -> str:
-        """All but the number of threads, for comparison with another process."""
+        """Return all settings but the number of threads, for comparison with another process.
+
+        They are text: "default dtype: torch.float32, mkldnn_enabled: True, ...".
+        """
         named = zip(SETTINGS, self.values, strict=True)
         return ", ".join(f"{name}: {value}" for name, value in named if name != "threads")
 
 
 @contextlib.contextmanager
 def full_float32(settings: Arithmetic | None = None) -> Iterator[None]:
-    """Compute in full float32, outside of autocast and inference mode, and restore the settings.
+    """Compute in full float32 in the block below ``with``, without autocast and inference mode.
+
+    Products in TF32 or bfloat16 are turned off. All that is changed is restored at the end of the
+    block, also after an exception. Blocks may be nested.
 
     Args:
-        settings: settings inside the block; None for the current ones.
+        settings: other settings of torch inside the block, such as the number of threads; None to
+            leave them as they are.
 
     Example:
         >>> with torch.autocast("cpu"), full_float32():

@@ -41,7 +41,12 @@ OUT_OF_RANGE = (
 
 
 def out_of_memory(failure: BaseException) -> bool:
-    """Return whether memory ran out, on a GPU or for torch or Python on the CPU.
+    """Return whether an exception means that memory ran out, on a GPU or on the CPU.
+
+    Only torch's and Python's own exceptions count, not others with such a message.
+
+    Args:
+        failure: any exception.
 
     Example:
         >>> out_of_memory(MemoryError()), out_of_memory(ValueError("CUDA error: out of memory"))
@@ -51,7 +56,15 @@ def out_of_memory(failure: BaseException) -> bool:
 
 
 def device_lost(failure: BaseException) -> bool:
-    """Return whether a GPU stopped working, after which every later operation fails, too."""
+    """Return whether an exception means that a GPU failed, after which all later operations do.
+
+    Args:
+        failure: any exception.
+
+    Example:
+        >>> device_lost(RuntimeError("CUDA error: unspecified launch failure"))
+        True
+    """
     return isinstance(failure, torch.AcceleratorError) or _says(failure, NO_DEVICE)
 
 
@@ -67,15 +80,28 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 def code_of_network(batch: Any, subject: str = "The network") -> Iterator[None]:
     """Convert a failure of user code on records to a ModelError, for the block below ``with``.
 
-    The error contains neither the original message, which may quote private records, nor the
+    Any exception of the block counts as one of user code, and SystemExit does, too. Two kinds pass
+    unchanged: dpmac's own errors, and failures of memory and of the device.
+
+    The new error contains neither the original message, which may quote private records, nor the
     number of samples, which is private.
 
     Args:
-        batch: tensors that the code gets, shape (samples, ...) each.
-        subject: of the message: the network, or another function of records.
+        batch: records that the code gets, in any nesting of tensors, shape (samples, ...) each. The
+            message has the shape of one sample of each tensor.
+        subject: subject of the message's first sentence: "The network", or another function of
+            records.
 
     Raises:
-        ModelError: the code failed. Failures of memory and of the device pass unchanged.
+        ModelError: the code failed. It tells the type of the failure, the last line of user code
+            that ran, and shapes; its ``__cause__`` is the failure.
+
+    Example:
+        >>> with code_of_network(torch.zeros(8, 3)):
+        ...     raise ValueError("a record")
+        Traceback (most recent call last):
+            ...
+        dpmac_cli.errors.ModelError: The network failed on samples of shape (3,): ValueError...
     """
     try:
         yield
@@ -96,12 +122,14 @@ def code_of_network(batch: Any, subject: str = "The network") -> Iterator[None]:
 
 @contextmanager
 def code_of_task() -> Iterator[None]:
-    """Convert a failure of a task's code on records to a ModelError, without the original message.
+    """Convert a failure of a registered task on records to a ModelError, for a ``with`` block.
 
-    For tasks and metrics that a program registers: see :func:`code_of_network`.
+    Its code and that of its metrics is a program's. As in :func:`code_of_network`, the error does
+    not repeat the original message, which may quote records.
 
     Raises:
-        ModelError: the code failed.
+        ModelError: the code failed. dpmac's own errors, and failures of memory and of the device
+            pass unchanged.
     """
     try:
         yield
@@ -117,9 +145,12 @@ def code_of_task() -> Iterator[None]:
 
 
 def what_failed(failure: BaseException) -> str:
-    """Return the type, location and first line of an exception, as a sentence.
+    """Return the type, place and first line of an exception as a sentence, with its full stop.
 
-    For code that has seen no record, which such a line may quote: see :func:`type_and_place`.
+    For code that has seen no record: the message may quote one, see :func:`type_and_place`.
+
+    Args:
+        failure: an exception that was raised; its traceback has the place.
 
     Example:
         >>> what_failed(ValueError("a size is missing"))
@@ -133,15 +164,27 @@ def what_failed(failure: BaseException) -> str:
 
 
 def type_and_place(failure: BaseException) -> str:
-    """Return the type and location of an exception, without its message.
+    """Return the type and place of an exception, such as "ValueError at net.py, line 3".
 
-    For code that has seen records: the message may quote them.
+    For code that has seen records, which the exception's own message may quote.
+
+    Args:
+        failure: an exception that was raised. The place is the last line of its traceback outside
+            of torch and dpmac; without one, the type stands alone.
+
+    Example:
+        >>> type_and_place(ValueError("a private record"))
+        'ValueError'
     """
     return f"{type(failure).__name__}{_place(failure)}"
 
 
 def mixes_dtypes(failure: BaseException) -> bool:
-    """Return whether an operation failed because its tensors have different dtypes."""
+    """Return whether an operation of torch failed because its tensors have different dtypes.
+
+    Args:
+        failure: any exception; its message decides.
+    """
     return _says(failure, DTYPES)
 
 
@@ -149,6 +192,9 @@ def differentiates(failure: BaseException) -> bool:
     """Return whether user code called torch.autograd.grad or backward, which failed.
 
     dpmac calls them itself, so the caller decides: the last frame outside torch before autograd's.
+
+    Args:
+        failure: an exception that was raised, with its traceback.
     """
     package = Path(dpmac_cli.__path__[0])
     torch_package = Path(torch.__path__[0])
@@ -176,10 +222,11 @@ def _place(failure: BaseException) -> str:
 
 @contextmanager
 def torch_failures_explained() -> Iterator[None]:
-    """Convert out-of-memory errors and a lost device to a RunError with a remedy.
+    """Convert failures of memory or of the device to a RunError, for the block below ``with``.
 
     Raises:
-        RunError: memory ran out, or the device failed. Other failures pass unchanged.
+        RunError: memory ran out, or the device failed; with a remedy. Other exceptions pass
+            unchanged.
     """
     try:
         yield

@@ -40,7 +40,7 @@ REMEDY = (
 
 
 class Weights(NamedTuple):
-    """Weights of some samples.
+    """Weights of some samples, which multiply their gradients after clipping.
 
     Attributes:
         value: in [0, 1], float64, shape (samples,).
@@ -52,10 +52,11 @@ class Weights(NamedTuple):
 
 
 def bounded(numbers: Tensor) -> Weights:
-    """Return numbers as weights in [0, 1], whatever they are; NaN becomes 0.
+    """Return numbers as weights in [0, 1]: those below become 0, those above 1, and NaN 0.
 
     Args:
-        numbers: shape (samples,).
+        numbers: weights that a program or a loss computed, any numbers, shape (samples,). The
+            result has no graph to them.
 
     Example:
         >>> weights = bounded(torch.tensor([0.5, 2.0, float("nan")]))
@@ -68,15 +69,25 @@ def bounded(numbers: Tensor) -> Weights:
 
 
 def equal_weights(losses: Tensor) -> Weights:
-    """Return weight 1 for each loss, in the shape of the losses, none of them cut."""
+    """Return weight 1 for each loss, none of them cut.
+
+    Args:
+        losses: losses of any shape, which is that of the weights.
+    """
     ones = torch.ones_like(losses, dtype=torch.float64)
     return Weights(ones, torch.zeros_like(losses, dtype=torch.bool))
 
 
 def relative(weights: Tensor) -> Tensor:
-    """Return weights in [0, 1], shape (..., rows), divided by their mean; 0 if all are 0.
+    """Return the weights w of rows, divided by their mean over the last dimension.
 
-    The mean of losses with these factors is the mean with weights, sum w l / sum w.
+    The mean of losses l times these factors is the weighted mean, sum w l / sum w.
+
+    Args:
+        weights: at least 0, shape (..., rows).
+
+    Returns:
+        Factors in the same shape; 0 where the weights of all rows are 0.
 
     Example:
         >>> relative(torch.tensor([1.0, 0.5, 0.0]))
@@ -87,25 +98,39 @@ def relative(weights: Tensor) -> Tensor:
 
 
 def of_unit(losses: Tensor, rows: Weights) -> tuple[Tensor, Weights]:
-    """Return the loss and the weight of samples of several rows.
+    """Return the loss and the weight of each unit of privacy, from those of its rows.
+
+    A unit has several records, or a sample several views; each is a row with a loss l and a
+    weight w.
 
     Args:
-        losses: losses, shape (..., rows).
+        losses: losses of the rows, shape (units..., rows).
         rows: weights of the rows, in the same shape.
 
     Returns:
-        sum w l / sum w, and the mean of w, shape (...). The loss of a unit without weight is 0.
+        Losses sum w l / sum w, 0 where all w are 0, shape (units...); and weights, the mean of w,
+        which count as cut where that of a row was.
+
+    Example:
+        >>> weights = bounded(torch.tensor([1.0, 0.5]))
+        >>> loss, weight = of_unit(torch.tensor([3.0, 6.0]), weights)
+        >>> loss, float(weight.value)
+        (tensor(4.), 0.75)
     """
     loss = (losses * relative(rows.value).to(losses.dtype)).mean(-1)
     return loss, Weights(rows.value.mean(-1), rows.cut.any(-1))
 
 
 def of_classes(weights: Sequence[float], device: torch.device) -> Weigh:
-    """Return the weights of classes as a function of labels.
+    """Return a function that gives each row the weight of its class.
 
     Args:
         weights: public weights of the classes, above 0. They are divided by the largest.
-        device: device of the labels, which have shape (rows,).
+        device: device of the labels.
+
+    Returns:
+        A function of inputs, labels and outputs of rows, of which it uses only the labels, int64,
+        shape (rows,): see :data:`Weigh`.
 
     Example:
         >>> weigh = of_classes([1.0, 4.0], torch.device("cpu"))
@@ -122,14 +147,24 @@ def of_classes(weights: Sequence[float], device: torch.device) -> Weigh:
 
 
 def of_quantile(level: float) -> Weigh:
-    """Return the weights with which the absolute error has the quantile ``level`` as its minimum.
+    """Return a function of row weights with which the absolute error predicts a quantile.
 
-    The pinball loss (Koenker and Bassett 1978) is the absolute error times ``level`` where the
-    target is above the prediction, and times 1 - ``level`` below it. Divided by the larger of both.
-    Outputs and targets have shape (rows, 1).
+    The pinball loss (Koenker and Bassett 1978), whose minimum is the Q-quantile, is the absolute
+    error times Q where the target is above the prediction, and times 1 - Q where it is not. The
+    weights are these factors, divided by the larger of both.
 
     Args:
         level: Q in (0, 1): a share Q of the targets is below the predictions.
+
+    Returns:
+        A function of inputs, targets and outputs, shape (rows, 1) each, of which it uses the last
+        two: see :data:`Weigh`.
+
+    Example:
+        >>> weigh = of_quantile(0.8)
+        >>> targets, outputs = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]])
+        >>> [round(weight, 3) for weight in weigh((), targets, outputs).tolist()]
+        [0.25, 1.0]
     """
     largest = max(level, 1 - level)
     above = level / largest
@@ -148,12 +183,18 @@ class RecordWeights:
     states: the largest of the records would be private.
 
     Args:
-        function: returns one weight per row, from the inputs, or from inputs and labels.
+        function: returns one weight per row, shape (rows,), from the inputs of one record, or from
+            its inputs and labels; or from its batch.
         largest: number by which weights are divided, above 0.
-        arguments: names of the function's arguments, for messages.
+        arguments: names of the function's arguments, which tell how many it takes: one or two.
 
     Raises:
-        InputError: an argument cannot be used.
+        InputError: ``function`` is not callable, or ``largest`` is not a number above 0.
+
+    Example:
+        >>> weigh = RecordWeights(lambda x: x[:, 0], 4.0, "x")
+        >>> weigh(torch.tensor([[1.0], [4.0]]), (), torch.empty(0)).tolist()
+        [0.25, 1.0]
     """
 
     def __init__(self, function: Callable[..., Tensor], largest: float, *arguments: str) -> None:
@@ -173,20 +214,21 @@ class RecordWeights:
 
     @property
     def name(self) -> str:
-        """Return the module and the name of the function, for the report."""
+        """Return the name of the function with its module, "module:function", for the report."""
         function: Any = self._function
         name = getattr(function, "__qualname__", type(function).__qualname__)
         return f"{function.__module__}:{name}"
 
     def check_example(self, x: Batch, y: Batch) -> None:
-        """Compute the weights of a public example.
+        """Reject weights outside [0, largest] on a public example, which would be cut in training.
 
         Args:
-            x: inputs of the example.
-            y: its labels.
+            x: inputs of the example, shape (rows, ...). The message may quote a weight.
+            y: its labels, shape (rows, ...).
 
         Raises:
             InputError: the weight of a row is not in [0, largest].
+            ModelError: see :meth:`__call__`.
         """
         outputs = torch.empty(0)  # which no weights of a program see
         for i in range(samples_in(x)):
@@ -257,10 +299,14 @@ TAKEN: Mapping[Callable[..., Tensor], str] = MappingProxyType(
 
 
 class WeightsApart(TorchFunctionMode):
-    """Computes losses of torch without their class weights, and notes the weights of the rows.
+    """Mode that computes torch's losses without their class weights, and notes those weights.
+
+    In the block below ``with``, a loss such as ``CrossEntropyLoss(weight=...)`` of one record is
+    that without ``weight``; the weight of the record's class is in :attr:`weights`, and multiplies
+    the record's gradient after clipping.
 
     Args:
-        rows: number of rows of a record: 1, or those of a unit.
+        rows: number of rows of the record: 1, or the number of records of a unit.
         scale: factor on losses that had weights, for :func:`check_alone`.
 
     Attributes:
@@ -364,15 +410,20 @@ def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:
 
 
 def check_alone(losses: Callable[[WeightsApart], Tensor], rows: int = 1) -> str:
-    """Return the name of torch's loss that has weights; "" for none.
+    """Reject a loss that adds terms without class weights to one with them; return that one's name.
+
+    The weight of a record multiplies its whole gradient, so such a sum cannot be trained on.
 
     Args:
-        losses: computes the loss of one record within a mode.
-        rows: see :class:`WeightsApart`.
+        losses: returns the loss of one record, computed in the block of the mode that it gets.
+            Called once, and twice if there are class weights.
+        rows: number of rows of the record, see :class:`WeightsApart`.
+
+    Returns:
+        Name of the loss of torch that has class weights, such as "cross_entropy"; "" for none.
 
     Raises:
-        ModelError: the loss consists of more than that: the weight of a record multiplies its whole
-            gradient.
+        ModelError: the loss has other terms, or weights that no weight of a record can replace.
     """
     apart = WeightsApart(rows)
     first = losses(apart)

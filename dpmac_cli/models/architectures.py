@@ -21,17 +21,16 @@ GROUPS = 16
 
 
 def passed_on(_: Signature) -> nn.Module:
-    """Return a network without weights, whose outputs are its inputs."""
+    """Return a network without weights that passes on its inputs, flattened: (samples, numbers)."""
     return nn.Flatten()
 
 
 def perceptron(signature: Signature, *hidden: int) -> nn.Module:
-    """Return linear layers with ReLU between them.
-
-    Inputs that are places look up rows of a weight in the first layer.
+    """Return a perceptron: linear layers with ReLU between them, on flattened records.
 
     Args:
-        signature: shape of the records, which are flattened, and number of outputs.
+        signature: shape of the records, and number of outputs. Its last ``lookups`` inputs are
+            places of categories, which look up rows of a weight in the first layer.
         hidden: number of units of each hidden layer; none for a linear model.
     """
     widths = (math.prod(signature.shape), *hidden, signature.outputs)
@@ -111,7 +110,9 @@ class _Block(nn.Module):
 
 
 def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
-    """Return WRN-depth-width (Zagoruyko and Komodakis 2016) as in De et al. 2022, arXiv 2204.13650.
+    """Return the residual network WRN-depth-width, as De et al. 2022 (arXiv 2204.13650) train it.
+
+    It is that of Zagoruyko and Komodakis 2016 with group norm and weight standardisation.
 
     Each of three stages has (depth - 4) / 6 blocks, of 16, 32 and 64 times ``width`` channels. The
     second and the third stage halve height and width.

@@ -62,7 +62,7 @@ def build_model(
     trained: Trained | None = None,
     isolated: bool = False,
 ) -> nn.Module:
-    """Return a freshly initialised, validated network that maps images to logits.
+    """Return a freshly initialised, validated network that maps records to outputs.
 
     Args:
         model: result of :func:`~dpmac_cli.config.networks.parse_model`, or a network of the
@@ -72,11 +72,12 @@ def build_model(
         fix_norm: replace batch norm with group norm.
         features: fixed features that are the network's inputs.
         trained: part of a network with public weights to train; None for other networks.
-        isolated: see :func:`~dpmac_cli.models.validation.check_model`.
+        isolated: whether the network may compute something else for a batch than for each sample
+            alone, which a user-supplied network otherwise must not.
 
     Raises:
-        InputError: there is no such factory.
-        ModelError: it fails, or the network mixes samples or does not fit the data.
+        InputError: there is no such factory, or its file cannot be imported.
+        ModelError: the factory fails, or the network mixes samples or does not fit the data.
     """
     with forked():
         seed_all(seed)
@@ -157,12 +158,17 @@ def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Modul
 
 
 def build_network(name: str, signature: Signature) -> nn.Module:
-    """Return a built-in network, not validated, initialised with torch's global generator.
+    """Return a built-in network, freshly initialised by torch's global generator, not validated.
 
     Args:
         name: a name of :data:`.MODELS`.
         signature: shape of the inputs, number of outputs, and initial output. Inputs with two
-            dimensions get a dimension of channels.
+            dimensions get a dimension of channels. With an initial output, the last linear layer
+            begins with weight 0 and that bias.
+
+    Raises:
+        KeyError: there is no such network.
+        ModelError: the network does not take inputs of this shape.
     """
     kind = MODELS[name]
     plane = len(signature.shape) == PLANE
@@ -181,7 +187,7 @@ def build_network(name: str, signature: Signature) -> nn.Module:
 
 
 def seen_by_network(signature: Signature, features: Features | None) -> Signature:
-    """Return the signature of a network behind features: theirs is the shape of its inputs.
+    """Return the signature of a network as it sees records: behind features, with their shape.
 
     Args:
         signature: shape and kind of the records, and the number of outputs.
@@ -229,11 +235,14 @@ def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.
 
 
 def built_by(model: UserModel, signature: Signature) -> str:
-    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)".
+    """Return the call of a user's factory as text, for reports: "net.py:Net((1, 28, 28), 10)".
 
     Args:
-        model: a factory that was called in this process.
+        model: a factory that :func:`build_model` has called in this process.
         signature: signature that it was called with.
+
+    Raises:
+        KeyError: the factory was not called in this process.
     """
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
     arguments = ", ".join(map(repr, _arguments(factory, signature)))
@@ -305,7 +314,9 @@ def _logits(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace every batch norm with a group norm with its weight and bias; return the model.
+    """Replace every batch norm in a network with a group norm, and return the network.
+
+    The group norm has the weight and bias of the batch norm.
 
     The number of groups is the largest divisor of the channels up to 32 that leaves at least two
     channels per group.

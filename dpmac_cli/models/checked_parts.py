@@ -19,7 +19,16 @@ ROUNDING = (
 
 
 def check_parts(model: nn.Module, frozen: bool) -> None:
-    """Reject layers that mix samples, and tensors that cannot be trained or published."""
+    """Reject a network with layers that mix samples, or tensors that cannot be trained or saved.
+
+    Args:
+        model: the network, which is not run.
+        frozen: whether all but the last layer run in evaluation mode and are not trained, so that
+            batch norm is a constant and tensors may have fewer than 32 bits.
+
+    Raises:
+        ModelError: names the layer or tensor, and what to do.
+    """
     for name, module in model.named_modules():
         _check_layer(name, module, frozen)
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -62,7 +71,16 @@ def _is_constant(norm: Any) -> bool:
 
 
 def computed_tensor(model: nn.Module) -> str:
-    """Return the name of an attribute that autograd has computed; "" if there is none."""
+    """Return the name of an attribute of a network that is a tensor computed by autograd.
+
+    Such a network cannot be copied: torch copies only tensors that were created by the user.
+
+    Args:
+        model: the network.
+
+    Returns:
+        The first name, such as "encoder.scale"; "" if there is none.
+    """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

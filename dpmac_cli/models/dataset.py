@@ -27,7 +27,7 @@ IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 @dataclass(frozen=True)
 class Split:
-    """Records and labels on the device.
+    """Records of one split and their labels, on the device that trains on them.
 
     Attributes:
         images: shape (records, *shape): images, uint8, or numbers, float32. On the device "meta" if
@@ -50,17 +50,18 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Number of units of privacy."""
+        """Return the number of units of privacy, that of records if each record is one."""
         return len(self if self.units is None else self.units)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Return some images and their labels, on the device.
+        """Return some records and their labels, on the device; those in a file are read from it.
 
         Args:
             places: a slice, or numbers of records, int64, shape (rows,).
 
         Returns:
-            Images, shape (rows, *shape), and labels, with one row for each place, in order.
+            Images, shape (rows, *shape), and labels, with one row for each place, in order. With a
+            slice of records in memory, both are views.
         """
         device = self.labels.device
         rows: slice | Tensor
@@ -75,7 +76,7 @@ class Split:
         return images, labels
 
     def taken(self, places: NDArray[np.int64]) -> "Split":
-        """Return some of the records, without units of privacy.
+        """Return a split of some of the records, without units of privacy and checksum.
 
         Args:
             places: numbers of records, int64, shape (rows,). The result has their order.
@@ -86,22 +87,28 @@ class Split:
         return Split(self.images, labels, file=self.file[places])
 
     def read_from(self, rows: Rows, device: torch.device) -> "Split":
-        """Return other numbers of the same records, in the same order, such as features of them.
+        """Return a split with features of the same records, from a file, and the same labels.
 
         Args:
-            rows: rows of a file, one for each record.
+            rows: rows of the file, one for each record, in their order.
             device: device to train on.
         """
         return split_of(rows, self.labels, self.units, device)
 
     def to(self, device: torch.device) -> "Split":
-        """Return the same records on a device. Those of a file stay in the file."""
+        """Return the same records on a device; those in a file stay there.
+
+        Args:
+            device: device to train on.
+        """
         images = self.images if self.file is not None else self.images.to(device)
         return replace(self, images=images, labels=self.labels.to(device))
 
 
 def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
-    """Return records of a file, in memory unless the file is too large.
+    """Return a split of the records in a file: in memory, unless the file is too large for it.
+
+    In memory are at most :data:`IN_MEMORY` bytes, or :data:`GPU_SHARE` of a GPU's memory.
 
     Args:
         rows: rows of the file, one for each record.
@@ -158,17 +165,21 @@ class Data:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """Return the training records, and the test records if there are any."""
+        """Return (training records, test records), or (training records,) without a test set."""
         return (self.train,) if self.test is None else (self.train, self.test)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return the numbers of units of privacy to train on and to test on."""
+        """Return the numbers of units of privacy to train on and to test on, 0 for no test set."""
         return self.train.size, 0 if self.test is None else self.test.size
 
     @property
     def tested(self) -> Split:
-        """Return the test records. Raises InputError if there are none."""
+        """Return the test records.
+
+        Raises:
+            InputError: there are none.
+        """
         if self.test is None:
             raise InputError(
                 "With {test_fraction=}0 all records are trained on, so there are none to test on. "
@@ -177,16 +188,20 @@ class Data:
         return self.test
 
     def split_into(self, splits: Iterable[Split]) -> "Data":
-        """Return other records, or the same ones in another form.
+        """Return the data with other splits; everything else stays the same.
 
         Args:
-            splits: training records, and the test records if there are any, as :attr:`splits`.
+            splits: training records, then the test records if there are any, as :attr:`splits`.
         """
         train, *tests = splits
         return replace(self, train=train, test=tests[0] if tests else None)
 
     def to(self, device: torch.device) -> "Data":
-        """Return the same records on a device."""
+        """Return the same data on a device, with the constants of scaling; files stay files.
+
+        Args:
+            device: device to train on.
+        """
         crafted = self.crafted
         if crafted is not None:
             crafted = replace(crafted, records=crafted.records.to(device))
@@ -195,7 +210,9 @@ class Data:
         return moved.split_into(split.to(device) for split in self.splits)
 
     def predicting(self, task: Task) -> "Data":
-        """Return the same records with the targets of a task, whose range is known now.
+        """Return the same records with targets scaled by a task, whose range is known now.
+
+        Targets of a task whose range was known before stay as they are.
 
         Args:
             task: the task, with the range that noisy counts found.
@@ -209,44 +226,52 @@ class Data:
         return replace(self, task=task, crafted=crafted).split_into(splits)
 
     def replaced_by(self, splits: Iterable[Split]) -> "Data":
-        """Return features of the same records, which are not scaled any more.
+        """Return the data with features instead of the records, which :meth:`standardised` keeps.
 
         Args:
-            splits: features and labels, as :attr:`splits`.
+            splits: features and labels of the training records, then of the test records if there
+                are any, as :attr:`splits`.
         """
         one = torch.ones(1, device=self.gain.device)
         unscaled = replace(self, gain=one, offset=torch.zeros_like(one), example=None)
         return unscaled.split_into(splits)
 
     def computed_in(self, dtype: torch.dtype) -> "Data":
-        """Return the same records for a network of another dtype."""
+        """Return the same data for a network of another dtype, to which records are scaled.
+
+        Args:
+            dtype: dtype of the network's inputs. Records are stored as before.
+        """
         gain, offset = self.gain.to(dtype), self.offset.to(dtype)
         return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:
-        """Return records scaled by their public constants, in the network's dtype.
+        """Return records as a network takes them: x gain + offset, in the network's dtype.
 
         Args:
-            images: rows of a split, shape (rows, *shape), of any dtype.
+            images: records x as a split stores them, shape (rows, *shape), of any dtype.
         """
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
     def scaled_as(self, records: Records) -> "Data":
-        """Return the same records, scaled as others of their shape are.
+        """Return the same data with the scaling of other records of the same shape.
 
         Args:
-            records: facts of the others, such as those that a published network was trained on.
+            records: facts of the others, such as those that a published network was trained on,
+                which have their scaling.
         """
         gain, offset = scaling_of(records, self.gain.device)
         return replace(self, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of images and labels and their shapes. Published for public data only.
+    """Return the SHA-256 of records, labels, their dtypes and shapes: 64 hexadecimal digits.
+
+    It depends on every record, so it is published for public data only.
 
     Args:
-        splits: training records, and the test records if there are any. Images of a file with a
-            checksum are not read again.
+        splits: training records, then the test records if there are any. Images of a file with a
+            checksum are not read again: that takes their place.
     """
     digest = hashlib.sha256()
     for split in splits:
@@ -258,9 +283,15 @@ def fingerprint(*splits: Split) -> str:
 
 
 def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factors and summands of records, float32, in the shape of a record with sides of 1.
+    """Return the public constants that scale records, as :meth:`Data.standardised` uses them.
 
-    Images of shape (3, 32, 32) have those of shape (3, 1, 1).
+    Args:
+        records: facts of the records, which have one pair of constants per channel.
+        device: device of the result.
+
+    Returns:
+        Factors and summands, float32, in the shape of a record with all sides but the channels 1:
+        (3, 1, 1) each for images of shape (3, 32, 32).
     """
     other_sides = (1,) * (len(records.shape) - 1)
     shape = (records.channels, *other_sides)
@@ -269,10 +300,10 @@ def scaling_of(records: Records, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def on_device(dataset: data.Dataset, device: torch.device, records: Records | None = None) -> Data:
-    """Return the records of a dataset on a device.
+    """Return the records of a dataset, read before, on a device to train on.
 
     Args:
-        dataset: arrays in memory, or rows of a file.
+        dataset: splits of arrays in memory, or of rows of a file; with its facts.
         device: device to train on.
         records: how they are scaled; None for the dataset's facts.
     """

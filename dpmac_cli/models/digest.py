@@ -10,14 +10,18 @@ from torch import Tensor
 
 
 def digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON record and names, dtypes, shapes and bytes of CPU tensors.
+    """Return a checksum of tensors and facts: SHA-256 of names, dtypes, shapes, bytes and JSON.
 
     Args:
-        tensors: tensors by name, in any order.
-        record: values of JSON.
+        tensors: tensors by name, on the CPU. Their order does not matter.
+        record: facts, as values of JSON.
 
     Returns:
         64 hexadecimal digits.
+
+    Example:
+        >>> digest({"b": torch.ones(2)}, {"epochs": 3})[:8]
+        '3809696b'
     """
     checksum = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
@@ -27,9 +31,13 @@ def digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors on one device are bitwise equal, so that NaN equals NaN.
+    """Return whether two tensors have the same dtype, shape and bytes: NaN equals NaN.
 
     And 0.0 is not -0.0.
+
+    Args:
+        a: a tensor.
+        b: a tensor on the same device.
 
     Example:
         >>> identical(torch.tensor([torch.nan]), torch.tensor([torch.nan]))

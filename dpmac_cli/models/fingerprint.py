@@ -83,7 +83,9 @@ class _Place(NamedTuple):
 
 
 class Fingerprint:
-    """A network as it was when this object was made, with the mode of each module.
+    """Copy of a network's state at some time, to tell later whether and how the network changed.
+
+    The modes of its modules are not compared: :meth:`as_validated` sets them.
 
     A step compares before it begins, for what a program did, and after its passes, for what the
     network did. Buffers and frozen parameters are copied, and their values compared only where
@@ -105,10 +107,11 @@ class Fingerprint:
         self._before, self._versions = self._now(), self._written()
 
     def check(self, remedy: str = BETWEEN) -> None:
-        """Raise an error if the network has changed.
+        """Raise an error if the network has changed since this object was made: :meth:`changed`.
 
         Args:
-            remedy: sentences on what to do about a change.
+            remedy: sentences on what to do about a change, for the message; :data:`BETWEEN` or
+                :data:`DURING`.
 
         Raises:
             ModelError: names what has changed, and the remedy.
@@ -118,10 +121,16 @@ class Fingerprint:
             raise ModelError(f"The network is no longer the one that was validated: {changes}")
 
     def changed(self, remedy: str) -> str:
-        """Return what has changed, and the remedy, as sentences; "" if nothing has.
+        """Return how the network has changed since this object was made, as sentences.
 
         Of several changes, one is named: first of a trained parameter that was moved, because it
         explains others, then of the module that contains the others.
+
+        Args:
+            remedy: sentences that follow, on what to do; some changes have one of their own.
+
+        Returns:
+            The change and its remedy, "" if nothing has changed.
         """
         before, now = self._before, self._now()
         if before != now:
@@ -156,7 +165,10 @@ class Fingerprint:
             )
 
     def as_validated(self) -> AbstractContextManager[None]:
-        """Set each module to the mode in which it was validated, and restore the others after."""
+        """Return a context in which each module is in the mode in which it was validated.
+
+        At the end of the ``with`` block, modules have the modes again that they had before it.
+        """
         return self._modes.applied()
 
     def _now(self) -> dict[tuple[str, ...], Any]:

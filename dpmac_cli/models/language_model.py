@@ -21,7 +21,9 @@ LOGITS_AT_A_TIME = 1 << 25
 
 
 class CausalModel(OnTexts):
-    """Maps the inputs of a record to the mean loss of its text's tokens, each from those before it.
+    """Language model as a network whose output is its loss: the mean over a text's tokens.
+
+    The loss of a token is its cross-entropy, predicted from those before it.
 
     The first token has no loss. Padding comes last, so no token is predicted from it, and it has no
     loss either.
@@ -42,10 +44,13 @@ class CausalModel(OnTexts):
         return torch.cat([self.losses(part) for part in parts])[:, None]
 
     def losses(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of each text in nats, shape (texts,).
+        """Return the mean loss of each text's tokens in nats, shape (texts,).
+
+        A text of fewer than two tokens has the loss 0.
 
         Args:
-            ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
+            ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding, which comes
+                last.
         """
         mask = ids[:, 1:] > 0  # (texts, tokens - 1)
         tokens = (ids - 1).clamp(0)
@@ -55,14 +60,18 @@ class CausalModel(OnTexts):
 
     @torch.no_grad()
     def continued(self, x: Tensor, length: int, temperature: float) -> Iterator[list[int]]:
-        """Yield the numbers of ``length`` tokens that continue the text of each record.
+        """Yield, for each record, the numbers of the tokens that continue its text.
 
-        Tokens are drawn one after the other, from a generator with a random seed.
+        Tokens are drawn one after the other, from a generator with a random seed, so another call
+        yields others. A model sees as many of the last tokens as it can.
 
         Args:
             x: inputs of records, see :meth:`forward`.
             length: number of tokens to draw.
             temperature: divisor of the logits; with 0 each token is the most probable one.
+
+        Yields:
+            ``length`` numbers of tokens, without those of the text itself.
         """
         draws = torch.Generator(x.device)
         draws.seed()
@@ -83,11 +92,12 @@ class CausalModel(OnTexts):
 
 
 def adapter_of(network: WithHead, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the LoRA updates of a language model, as peft stores them.
+    """Return the LoRA updates of a language model in the form of an adapter of the package peft.
 
     Args:
         network: network of :func:`on_texts`.
-        kind: name of the network that the updates are added to.
+        kind: name of the network that the updates are added to, for peft's
+            ``base_model_name_or_path``.
 
     Returns:
         Tensors by their names in peft's adapter_model.safetensors, and the values of its
@@ -124,9 +134,10 @@ def adapter_of(network: WithHead, kind: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def on_texts(texts: OnTexts, head: nn.Module) -> WithHead:
-    """Apply a head to features of texts whose encoder is trained, too.
+    """Return a network on texts that is a head on an encoder, which is trained, too.
 
-    The layers that LoRA updates are those of the encoder's family, in every block.
+    Its ``lora_layers`` name the layers that LoRA may update: those of the encoder's family, in
+    every block.
 
     Args:
         texts: features of texts, or the losses of a language model.

@@ -37,7 +37,8 @@ def check_alone(model: nn.Module, trial: Trial) -> None:
     number for a batch has no rows, so it is compared with the mean of the losses alone.
 
     Args:
-        model: a copy, :func:`prepared`, in float64 where that is possible.
+        model: a copy of the network, without dropout (:func:`.prepared`), in float64 where that is
+            possible.
         trial: made-up samples.
 
     Raises:

@@ -13,7 +13,7 @@ NOT_DROPPING = (
 
 
 class Modes:
-    """Mode of each module of a network, as it was when this object was made.
+    """Training or evaluation mode of each module of a network, when this object was made.
 
     Args:
         network: network whose modules have ``training`` set or not.
@@ -24,7 +24,7 @@ class Modes:
         self._modes = [(module, module.training) for module in network.modules()]
 
     def restore(self) -> None:
-        """Set each module to its mode."""
+        """Set each module of the network to the mode that it had when this object was made."""
         if all(module.training == mode for module, mode in self._modes):
             return
         _, mode = self._modes[0]
@@ -34,17 +34,20 @@ class Modes:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Set each module to its mode, and restore the modes that they had."""
+        """Set each module to its saved mode in a ``with`` block; then to that before the block."""
         with modes_kept(self._network):
             self.restore()
             yield
 
 
 def notes_on_modes(network: nn.Module) -> list[str]:
-    """Return a note that names the modules whose dropout is turned off by their mode, if any.
+    """Return notes for the user about dropout that is turned off by the mode of its module.
 
     Args:
         network: network in the mode that it trains in, perhaps inside an objective.
+
+    Returns:
+        One note that names all such modules; [] if there are none.
     """
     names = list[str]()
     for name, module in network.named_modules():
@@ -66,9 +69,20 @@ def _drops(module: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Set a network to evaluation mode, and restore the mode of each module in the end.
+    """Set a network to evaluation mode in a ``with`` block, and restore each module's mode after.
 
     ``network.train()`` afterwards would also turn on what its owner had turned off.
+
+    Args:
+        network: any network.
+
+    Example:
+        >>> network = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+        >>> with evaluating(network):
+        ...     network[0].training
+        False
+        >>> network[0].training, network[1].training
+        (True, False)
     """
     with modes_kept(network):
         network.eval()
@@ -77,7 +91,11 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(network: nn.Module) -> Iterator[None]:
-    """Restore the mode of each module of a network in the end, also after an exception."""
+    """Restore the mode of each module of a network after a ``with`` block, also after an error.
+
+    Args:
+        network: any network, whose modes the block may change.
+    """
     before = Modes(network)
     try:
         yield

@@ -50,22 +50,26 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + self.scale * added
 
     def merged(self) -> Tensor:
-        """Return the weight of an equivalent plain layer."""
+        """Return the weight of an equivalent plain layer, W + (alpha / rank) B A, shape (out, in).
+
+        It is computed in float64, and rounded to the dtype of W.
+        """
         product = self.up.weight.double() @ self.down.weight.double()
         merged = self.weight.double() + self.scale * product
         return merged.to(self.weight.dtype)
 
 
 def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None:
-    """Freeze everything except one part of a network, in place.
+    """Freeze everything except one part of a network, in place: trained parameters need gradients.
 
     Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
     network with a backbone.
 
     Args:
         network: network with public weights.
-        trained: the part to train.
-        shape: shape of a record.
+        trained: the part to train: all; the head; also normalisation layers; or also low-rank
+            updates, which are added to linear layers.
+        shape: shape of a record, on which the network is tried to find its layers.
 
     Raises:
         ModelError: the network has no such part.

@@ -43,7 +43,7 @@ BatchLoss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """Made-up samples for a network that returns logits, or its own losses.
+    """Made-up samples to try a network on, which returns logits or its own losses.
 
     Attributes:
         inputs: structure of a sample.
@@ -57,13 +57,13 @@ class Trial:
     def of(
         model: nn.Module, shape: tuple[int, ...], classes: int, example: Tensor | None = None
     ) -> "Trial":
-        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype.
+        """Return the trial of a classifier of tensors (samples, *shape), in the classifier's dtype.
 
         Args:
             model: the classifier, whose parameters tell the dtype.
             shape: shape of a sample.
             classes: number of classes.
-            example: made-up samples to try it on; None for random numbers.
+            example: made-up samples to try it on, shape (rows, *shape); None for random numbers.
         """
         dtype = dtype_of(model)
         if example is not None:
@@ -73,17 +73,18 @@ class Trial:
         return Trial(structure, classes)
 
     def losses(self, outputs: Tensor) -> Tensor:
-        """Return a loss per sample with a gradient for every output, also for a single one.
+        """Return a made-up loss per sample, shape (samples,), that depends on every output.
 
         Args:
-            outputs: logits, shape (samples, classes), or losses, which are returned as they are.
+            outputs: logits, shape (samples, classes); or losses of a network that returns them,
+                shape (samples,), which are the result.
         """
         if self.classes is None:
             return outputs
         return (outputs.square() / 2 + outputs).sum(1)
 
     def samples(self, count: int) -> Batch:
-        """Return fixed random samples, numbers in float64 unless they keep their dtype.
+        """Return random samples, the same in each call, in float64 unless they keep their dtype.
 
         Args:
             count: number of samples, which is the number of rows of each tensor.
@@ -92,20 +93,28 @@ class Trial:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
+    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32.
+
+    Args:
+        model: any network; float32 without parameters.
+    """
     kinds = {p.dtype for p in model.parameters()}
     return torch.float64 if kinds == {torch.float64} else torch.float32
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter of a network; the CPU without any."""
+    """Return the device of a network, that of its first parameter; the CPU without any.
+
+    Args:
+        model: any network.
+    """
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cpu")
 
 
 class Objective(nn.Module):
-    """Losses of a network on a batch, as a network that returns them.
+    """Network that returns its own losses: another network together with its loss.
 
     Args:
         network: the network.
@@ -129,17 +138,20 @@ class Objective(nn.Module):
 
 
 def fitted(model: nn.Module, structure: Structure, weigh: RecordWeights | None = None) -> Structure:
-    """Return a structure whose made-up rows a network or its loss can be tried on.
+    """Return a structure of samples, whose made-up numbers a network and its loss can be tried on.
 
     Trials are most precise in float64, which a network fails in if it has tensors of its own in
     float32, such as a frozen teacher, or casts its inputs. Normally distributed numbers fit most
     networks, but no loss of probabilities. The first combination is chosen with which losses are
-    finite; the structure as it is, if there is none.
+    finite.
 
     Args:
         model: maps a batch to losses. It is not changed.
         structure: structure of a sample, perhaps with the rows of a public example.
         weigh: weights of a program, which are tried on the same rows; None without.
+
+    Returns:
+        ``structure`` with other made-up numbers; ``structure`` itself if no losses are finite.
     """
     try:
         for way in _ways(model, structure):
@@ -220,6 +232,8 @@ class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
 def trained_parts(model: nn.Module, size: int | None = None) -> str:
     """Return which parameters of a network are trained and which are frozen, as a sentence.
+
+    Of more than :data:`NAMED` parameters, the first two and the last two are named.
 
     Example:
         >>> trained_parts(nn.Linear(2, 3))

@@ -109,7 +109,9 @@ def check_trial(
             (samples,), or to the mean loss of the batch, shape (). It is not changed, except as in
             :func:`keep_constants`.
         trial: made-up samples, and the number of classes; None for a model that returns losses.
-        frozen, isolated, built_in: see :func:`check_model`.
+        frozen: whether only the last layer is trained, and the others are in evaluation mode.
+        isolated: whether the model may compute something else for a batch than for each sample.
+        built_in: whether the model is built in, so that only its output is checked.
 
     Raises:
         ModelError: names the layer and the remedy.
@@ -145,7 +147,7 @@ def check_trial(
 
 
 def keep_constants(model: nn.Module, trial: Trial) -> None:
-    """Write the constants that a network makes when it first runs into its attributes, in place.
+    """Let a network make the constants that it makes when it first runs, before it is validated.
 
     A network that changes itself in training is refused, because it could carry a record to the
     next step. Networks of transformers change once: they write the kind of their loss, a text, to
@@ -154,7 +156,8 @@ def keep_constants(model: nn.Module, trial: Trial) -> None:
     the value depends on none. Every other change is left for :class:`.Fingerprint` to notice.
 
     Args:
-        model: the network with its loss. Two copies of it run, on one sample each.
+        model: the network with its loss, whose attributes are changed in place. Two copies of it
+            run, on one sample each.
         trial: made-up samples.
     """
     try:
@@ -240,7 +243,9 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
 
 @contextlib.contextmanager
 def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
-    """Convert exceptions of user code on random samples, which are not private, to ModelError.
+    """Convert exceptions of user code on made-up samples to ModelError, for a ``with`` block.
+
+    Samples are not private, so the message quotes the exception.
 
     Args:
         trial: made-up samples on which it runs.
@@ -363,13 +368,13 @@ def _on_shape(shape: tuple[int, ...], count: int) -> str:
 
 
 def prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Turn dropout into the identity, and set a ``frozen`` model to evaluation mode.
+    """Turn off the dropout of a network, so that its outputs have no random draws; return it.
 
-    So what a sample changes in another's outputs is not hidden by random draws.
+    So what a sample changes in another's outputs is not hidden.
 
     Args:
-        model: network, which is changed in place.
-        frozen: see :func:`check_model`.
+        model: a copy of the network, which is changed in place.
+        frozen: whether only the last layer is trained; the copy is then set to evaluation mode.
     """
     if frozen:
         model.eval()
@@ -383,7 +388,13 @@ def prepared(model: nn.Module, frozen: bool) -> nn.Module:
 
 @torch.no_grad()
 def randomise_zeros(model: nn.Module) -> None:
-    """Randomise zero parameters, which would hide the effects of earlier layers, in place."""
+    """Replace parameters that are all 0 by random numbers, in place.
+
+    They would hide the effects of earlier layers on the outputs.
+
+    Args:
+        model: a copy of the network.
+    """
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point() and not p.any():
@@ -394,7 +405,10 @@ def randomise_zeros(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
-    """Seed torch's global generator, whose seed is secret in training, and restore it after."""
+    """Seed torch's global generator of the CPU with 0 in a ``with`` block, and restore it after.
+
+    So a network draws the same numbers in two blocks; in training, the seed is secret.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

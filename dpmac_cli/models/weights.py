@@ -29,14 +29,15 @@ MODEL_FILE = "model.safetensors"
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in ``state_dict``.
+    """Return the tensors of a trained network that are published, by their names in ``state_dict``.
 
-    Those of registered features are left out, because they are found again by their checksum. LoRA
-    updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
-    hooks and extra state may contain statistics of private records.
+    They are parameters and persistent buffers. Those of registered features are left out, because
+    they are found again by their checksum. LoRA updates are merged into the weights of their
+    layers. ``state_dict`` itself is not used: its hooks and extra state may contain statistics of
+    private records.
 
     Args:
-        model: trained network. Its tensors are not copied.
+        model: trained network. Its tensors are not copied, apart from merged weights.
     """
     held = {name: tensor for name, tensor in _held(model).items() if _is_published(model, name)}
     merged = dict[str, Tensor]()
@@ -69,11 +70,15 @@ def _is_published(model: nn.Module, name: str) -> bool:
 
 @torch.no_grad()
 def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the parameters and buffers of the same names, in place.
+    """Copy tensors into the parameters and buffers of a network that have their names, in place.
 
     Args:
         model: network whose other tensors stay.
-        tensors: tensors by name. Names that the network does not have are ignored.
+        tensors: tensors by name, in the shapes of the network's. Names that it does not have are
+            ignored.
+
+    Raises:
+        RuntimeError: a tensor has another shape, to which it cannot be expanded.
     """
     for name, tensor in _held(model).items():
         if name in tensors:
@@ -81,7 +86,11 @@ def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the CPU, as it is stored in a file, without a graph."""
+    """Return a copy of a tensor as it is stored in a file: contiguous, on the CPU, without a graph.
+
+    Args:
+        tensor: a tensor on any device.
+    """
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -116,10 +125,17 @@ def _not_storable(name: str, tensor: Tensor) -> ModelError:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a fault for each tensor that is not finite; no run publishes one.
+    """Return a fault for each tensor with NaN or infinity; no run publishes one.
 
     Args:
         tensors: tensors by name.
+
+    Returns:
+        Parts of sentences, such as "head.bias contains NaN or infinity"; [] if all are finite.
+
+    Example:
+        >>> not_finite({"bias": torch.tensor([torch.nan]), "weight": torch.ones(1)})
+        ['bias contains NaN or infinity']
     """
     names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     return [f"{name} contains NaN or infinity" for name in names]
@@ -144,7 +160,9 @@ class PublicWeights:
     published: bool = True
 
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
-        """Load the weights into a model in place, and yield notes for the user.
+        """Load the weights into a model in place, and yield notes for the user, if there are any.
+
+        It is a generator: nothing is loaded before its notes are read.
 
         Args:
             model: network to load into.
@@ -194,7 +212,7 @@ def _fault(in_file: Tensor | None, in_network: Tensor | None) -> str | None:
 def read_weights(
     path: Path, flag: str = "{pretrained}", sha256: str = "", remedy: str = ""
 ) -> PublicWeights:
-    """Read a safetensors file of public weights, or a known pickle of tensors.
+    """Return the public weights in a safetensors file, or in a pickle whose checksum is known.
 
     Args:
         path: path of the file.

@@ -30,7 +30,12 @@ _TURN_64 = tl.constexpr(math.tau * 2.0**-64)
 
 
 @triton.jit
-def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+def _quarter(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+) -> tl.tensor:
     """Return the quarter round of RFC 8439, section 2.1, of four words in uint32."""
     a = a + b
     d = d ^ a
@@ -48,8 +53,12 @@ def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tenso
 
 
 @triton.jit
-def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
-    """Return words of blocks side by side, uint32, shape (16 blocks,): section 2.3.
+def _block(
+    seed: tl.tensor,
+    lane: tl.tensor,
+    counter: tl.tensor,
+) -> tl.tensor:
+    """Return words of blocks side by side, uint32, shape (16 blocks,): RFC 8439, section 2.3.
 
     Args:
         seed: pointer to the eight words of the key, the two of the step and the first lane.
@@ -91,42 +100,75 @@ def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
     w1 = _column(e1 + a1, f1 + b1, g1 + c1, h1 + d1)
     w2 = _column(e2 + a2, f2 + b2, g2 + c2, h2 + d2)
     w3 = _column(e3 + a3, f3 + b3, g3 + c3, h3 + d3)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, (counter.shape[0] * 16,))
+    even = tl.join(w0, w2)
+    odd = tl.join(w1, w3)
+    words = tl.join(even, odd)
+    size: tl.constexpr = counter.shape[0] * 16
+    return tl.reshape(words, (size,))
 
 
 @triton.jit
-def _at(seed: tl.tensor, place: tl.tensor, zero: tl.tensor) -> tl.tensor:
+def _at(
+    seed: tl.tensor,
+    place: tl.tensor,
+    zero: tl.tensor,
+) -> tl.tensor:
     """Return a word of a seed, uint32, as often as ``zero`` has elements."""
-    word = tl.load(seed + place).to(tl.uint32, bitcast=True)
+    stored = tl.load(seed + place)
+    word = stored.to(tl.uint32, bitcast=True)
     return word + zero
 
 
 @triton.jit
-def _column(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+def _column(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+) -> tl.tensor:
     """Return a column of the 4 x 4 words of blocks; shape (blocks, 2, 2)."""
-    return tl.join(tl.join(a, c), tl.join(b, d))
+    even = tl.join(a, c)
+    odd = tl.join(b, d)
+    return tl.join(even, odd)
 
 
 @triton.jit
-def _wide(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
+def _wide(
+    seed: tl.tensor,
+    lane: tl.tensor,
+    group: tl.tensor,
+) -> tl.tensor:
     """Return the 64-bit words of groups, int64, shape (16 groups,), each from two 32-bit words."""
-    two_blocks = tl.reshape(tl.join(group * 2, group * 2 + 1), (group.shape[0] * 2,))
-    halves = tl.reshape(_block(seed, lane, two_blocks), (group.shape[0] * 16, 2))
+    groups: tl.constexpr = group.shape[0]
+    pairs_of_blocks = tl.join(group * 2, group * 2 + 1)
+    counter = tl.reshape(pairs_of_blocks, (groups * 2,))
+    words_of_blocks = _block(seed, lane, counter)
+    halves = tl.reshape(words_of_blocks, (groups * 16, 2))
     low, high = tl.split(halves)
-    words = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+    low_bits = low.to(tl.uint64)
+    high_bits = high.to(tl.uint64) << 32
+    words = low_bits | high_bits
     return words.to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _narrow(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
+def _narrow(
+    seed: tl.tensor,
+    lane: tl.tensor,
+    group: tl.tensor,
+) -> tl.tensor:
     """Return the 32-bit words of groups, int32, shape (16 groups,)."""
-    return _block(seed, lane, group).to(tl.int32, bitcast=True)
+    words = _block(seed, lane, group)
+    return words.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _fill(
-    out: tl.tensor, seed: tl.tensor, n: tl.tensor, WIDE: tl.constexpr, SECURE: tl.constexpr
+    out: tl.tensor,
+    seed: tl.tensor,
+    n: tl.tensor,
+    WIDE: tl.constexpr,
+    SECURE: tl.constexpr,
 ) -> None:
     """Fill ``out``, whose pairs are its first half and its second.
 
@@ -138,42 +180,63 @@ def _fill(
         SECURE: whether to add dither.
     """
     pairs = (n + 1) // 2
-    group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32)
-    u = _wide(seed, 0, group).to(tl.float64) * (2 * _LEAST) + _LEAST
+    first_group = tl.program_id(0) * GROUPS
+    group = (first_group + tl.arange(0, GROUPS)).to(tl.uint32)
+    radius_words = _wide(seed, 0, group)
+    u = radius_words.to(tl.float64) * (2 * _LEAST) + _LEAST
     squared = -tl.log(u * u)
     if WIDE:
-        angle = _wide(seed, 1, group).to(tl.float64) * _TURN_64
+        turns = _wide(seed, 1, group)
+        angle = turns.to(tl.float64) * _TURN_64
         radius = tl.sqrt(squared)
     else:
-        angle = _narrow(seed, 1, group).to(tl.float32) * _TURN_32
+        turns = _narrow(seed, 1, group)
+        angle = turns.to(tl.float32) * _TURN_32
         radius = tl.sqrt_rn(squared.to(tl.float32))
     first = tl.cos(angle) * radius
     second = tl.sin(angle) * radius
     if SECURE:
-        first += _narrow(seed, 2, group).to(tl.float64) * _DITHER
-        second += _narrow(seed, 3, group).to(tl.float64) * _DITHER
+        first_dither = _narrow(seed, 2, group)
+        first += first_dither.to(tl.float64) * _DITHER
+        second_dither = _narrow(seed, 3, group)
+        second += second_dither.to(tl.float64) * _DITHER
     first_pair = tl.program_id(0) * GROUPS * GROUP
     pair = first_pair + tl.arange(0, GROUPS * GROUP)
-    tl.store(out + pair, first.to(out.dtype.element_ty), mask=pair < pairs)
-    tl.store(out + pairs + pair, second.to(out.dtype.element_ty), mask=pairs + pair < n)
+    first = first.to(out.dtype.element_ty)
+    tl.store(out + pair, first, mask=pair < pairs)
+    second = second.to(out.dtype.element_ty)
+    tl.store(out + pairs + pair, second, mask=pairs + pair < n)
 
 
-def fill_normals(out: Tensor, key: bytes, step: int, lane: int, *, secure: bool = False) -> None:
-    """Fill a tensor with draws of N(0, 1).
+def fill_normals(
+    out: Tensor,
+    key: bytes,
+    step: int,
+    lane: int,
+    *,
+    secure: bool = False,
+) -> None:
+    """Fill a tensor on a CUDA device with draws of N(0, 1), a function of key, step and lane.
+
+    The same arguments give the same draws: call it once with each, see :class:`.Noise`.
 
     Args:
-        out: float32 or float64, shape (n,).
+        out: the tensor, float32 or float64, contiguous, shape (n,).
         key: key of the stream, 32 bytes.
-        step: number of the step.
-        lane: number of the first of the draw's key streams.
-        secure: whether to compute in float64 and to add dither.
+        step: number of the step, from 0, below 2^64.
+        lane: number of the first key stream of the draw in its step; it reads up to four of them.
+        secure: whether to compute in float64, and to add a uniform number of width
+            :data:`.DITHER`: see :class:`.Noise`.
     """
+    nonce = step.to_bytes(8, "little") + lane.to_bytes(4, "little")
+    seed = np.frombuffer(key + nonce, np.int32)
     # As a tensor, because Triton writes whole numbers into the names of its cached files.
-    seed = key + step.to_bytes(8, "little") + lane.to_bytes(4, "little")
-    words = torch.from_numpy(np.frombuffer(seed, np.int32).copy())
+    words = torch.from_numpy(seed.copy())
     words = words.to(out.device, non_blocking=True)
-    pairs = (len(out) + 1) // 2
+    count = len(out)
+    pairs = (count + 1) // 2
+    pairs_of_program = GROUPS.value * GROUP.value
+    programs = triton.cdiv(pairs, pairs_of_program)
     wide = secure or out.dtype == torch.float64
-    programs = (triton.cdiv(pairs, GROUPS.value * GROUP.value),)
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _fill[programs](out, words, len(out), WIDE=wide, SECURE=secure)
+        _fill[(programs,)](out, words, count, WIDE=wide, SECURE=secure)

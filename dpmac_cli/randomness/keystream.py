@@ -41,9 +41,10 @@ _ZEROS = bytes(1 << 20)
 
 
 class Unshared:
-    """Object with secret keys, which only the process that created it can use.
+    """Base of objects with secret keys, which only the process that created them can use.
 
-    It cannot be copied or pickled, because a copy has the same keys.
+    They cannot be copied or pickled: InputError, because a copy would have the same keys. A fork of
+    the process has a copy, so methods that draw begin with :meth:`check_process`.
     """
 
     __slots__ = ("_process",)
@@ -52,7 +53,7 @@ class Unshared:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Raise InputError in another process than the one that created this, such as a fork."""
+        """Raise InputError in another process than the one that created this object: a fork."""
         if os.getpid() != self._process:
             raise InputError(FORKED)
 
@@ -100,15 +101,14 @@ STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 
 
 def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
-    """Return new keys: from the seed or, for None, from the operating system's random bits.
-
-    Keys of different parts have nothing in common, even for one seed: session k of a run has the
-    keys of (seed, k).
+    """Return the secret keys of a run, or of a part of it: 32 bytes for each of :data:`STREAMS`.
 
     Args:
-        seed: seed, for tests and studies of public data. Who knows it knows the noise.
-        base: previous steps, see :class:`Keys`.
-        part: number of the part, such as the session of a run.
+        seed: a number of at least 0, of which the keys are a function, for tests and studies of
+            public data: who knows it knows the noise. None to draw them from the operating system.
+        base: number of previous steps, which the result holds: see :class:`Keys`.
+        part: number of the part, such as the session of a run that was resumed. Keys of one seed
+            and different parts have nothing in common. Not used without a seed.
 
     Example:
         >>> make_keys(seed=1).noise == make_keys(seed=1).noise
@@ -116,9 +116,11 @@ def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
         >>> make_keys(seed=None).noise == make_keys(seed=None).noise
         False
     """
-    if seed is None:
-        return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
     keys = {}
+    if seed is None:
+        for name in STREAMS:
+            keys[name] = secrets.token_bytes(KEY_BYTES)
+        return Keys(base=base, **keys)
     for number, name in enumerate(STREAMS):
         sequence = np.random.SeedSequence(seed, spawn_key=(number, part))
         words = sequence.generate_state(4, np.uint64)
@@ -127,17 +129,26 @@ def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
 
 
 def generator(key: bytes, step: int = 0) -> np.random.Generator:
-    """Return numpy's SFC64, fast but not cryptographic, seeded by the key stream of a step.
+    """Return a NumPy generator for draws of a step: SFC64, fast but not cryptographic.
+
+    It is seeded by the key stream, so the same key and step give the same draws.
 
     Args:
         key: secret key, 32 bytes.
-        step: number of the step.
+        step: number of the step, from 0.
+
+    Raises:
+        ValueError: the key has another length.
+
+    Example:
+        >>> generator(bytes(32), step=1).random() == generator(bytes(32), step=1).random()
+        True
     """
     return KeyStream(key).at(step).generator()
 
 
 class KeyStream:
-    """Key stream of ChaCha20, RFC 8439.
+    """Random bits of ChaCha20 (RFC 8439), a function of a secret key, a step and a lane.
 
     Args:
         key: secret key, 32 bytes.
@@ -159,31 +170,45 @@ class KeyStream:
         self.key = key
 
     def at(self, step: int, lane: int = 0) -> "Stretch":
-        """Return the key stream of a lane of a step, 2^32 blocks: the nonce is (step, lane).
+        """Return the key stream of a lane of a step, from its beginning: the nonce is (step, lane).
+
+        A second call with the same numbers returns the same bits again.
 
         Args:
-            step: number of the step, below 2^64.
-            lane: number of the stream within the step, below 2^32.
+            step: number of the step, from 0, below 2^64.
+            lane: number of the stream within the step, from 0, below 2^32.
+
+        Returns:
+            2^32 blocks of 64 bytes, which are handed out in order.
+
+        Raises:
+            OverflowError: a number is out of range.
         """
         nonce = step.to_bytes(8, "little") + lane.to_bytes(4, "little")
         return Stretch(Cipher(ChaCha20(self.key, bytes(4) + nonce), None).encryptor())
 
 
 class Stretch(ISeedSequence):
-    """Key stream of a lane of a step. No byte is returned twice."""
+    """Key stream of a lane of a step, see :meth:`KeyStream.at`. No byte is returned twice.
+
+    Args:
+        cipher: encryptor whose encryption of zeros it is, of the package cryptography.
+    """
 
     def __init__(self, cipher: Any) -> None:
         self._cipher = cipher
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the next words, in whole blocks: the interface of numpy's seed sequences.
+        """Return the next random words: the interface of NumPy's seed sequences.
+
+        Each call begins at a block of 64 bytes; what a call leaves of its last block is not used.
 
         Args:
             n_words: number of words.
-            dtype: type of a word.
+            dtype: NumPy type of a word, such as ``np.uint64``.
 
         Returns:
-            Shape (n_words,). What is left of the last block is not used.
+            Words of that type, little-endian, shape (n_words,).
         """
         size = n_words * np.dtype(dtype).itemsize
         blocks = -(-size // BLOCK_BYTES)  # rounded up
@@ -195,5 +220,5 @@ class Stretch(ISeedSequence):
         return drawn
 
     def generator(self) -> np.random.Generator:
-        """Return numpy's SFC64, seeded by the next words."""
+        """Return NumPy's SFC64, seeded by the next words; fast, but not cryptographic."""
         return np.random.Generator(np.random.SFC64(self))  # type: ignore[arg-type]

@@ -23,7 +23,10 @@ MT_WORDS, MT_BEGIN = 624, 24
 
 @cache
 def devices() -> tuple[int, ...]:
-    """Return the accelerators that have a generator. Asking torch takes a twentieth of a ms."""
+    """Return the numbers of the accelerators, which have a generator each; () without any.
+
+    They are asked for once in a process: asking torch takes a twentieth of a millisecond.
+    """
     if not torch.accelerator.is_available():
         return ()
     count = torch.accelerator.device_count()
@@ -32,10 +35,12 @@ def devices() -> tuple[int, ...]:
 
 @contextmanager
 def forked(on: Sequence[int] | None = None) -> Iterator[None]:
-    """Restore the global generators of torch, NumPy and Python at the end of the block.
+    """Restore the global generators of torch, NumPy and Python at the end of a ``with`` block.
+
+    Inside, they begin in the state that they are in; :func:`seed_all` seeds them.
 
     Args:
-        on: accelerators whose generators are restored, too; None for all.
+        on: numbers of the accelerators whose generators are restored, too; None for all.
 
     Example:
         >>> with forked():
@@ -74,22 +79,35 @@ def seed_all(seed: int, on: Sequence[int] | None = None) -> None:
     """Seed the global generators of torch, NumPy and Python.
 
     Args:
-        seed: 64 bits.
-        on: accelerators whose generators are seeded, too; None for all.
+        seed: a number from 0, below 2^64.
+        on: numbers of the accelerators whose generators are seeded, too; None for all.
     """
-    _seed_torch(seed, devices() if on is None else on)
-    np.random.seed([seed % 2**32, seed >> 32])
+    accelerators = devices() if on is None else on
+    _seed_torch(seed, accelerators)
+    low_word = seed % 2**32
+    high_word = seed >> 32
+    np.random.seed([low_word, high_word])
     random.seed(seed)
 
 
 class LayerDraws:
-    """Random draws of every forward pass, each a function of the secret key and the step.
+    """Random draws of a network's forward passes, and of augmented views, by key and step.
 
-    Dropout differs between ranks; augmented views do not.
+    A step that is repeated draws the same again. Processes of one run have the same key: dropout
+    (:meth:`of`) differs between their ranks, words of augmented views (:meth:`words`) do not.
 
     Args:
         key: secret key of the layers, 32 bytes.
-        rank: number of this process among those of a run.
+        rank: number of this process among those of a run, from 0.
+
+    Example:
+        >>> draws = LayerDraws(bytes(32))  # in practice, secrets.token_bytes(32)
+        >>> with draws.of(step=1):
+        ...     first = torch.rand(1)
+        >>> with draws.of(step=1):
+        ...     again = torch.rand(1)
+        >>> first == again
+        tensor([True])
     """
 
     def __init__(self, key: bytes, rank: int = 0) -> None:
@@ -98,7 +116,7 @@ class LayerDraws:
 
     @contextmanager
     def of(self, step: int, on: Sequence[int] | None = None) -> Iterator[None]:
-        """Seed the global generators for a step, and restore them at the end of the block.
+        """Seed the global generators for a step, and restore them at the end of a ``with`` block.
 
         Layers draw in batch order: one record changes the draws of those after it. So the draws
         must be secret. A seed has only 32 bits on the CPU, so the whole state of the generator
@@ -107,34 +125,39 @@ class LayerDraws:
 
         Args:
             step: t, from 1.
-            on: accelerators whose generators are seeded, too; None for all.
+            on: numbers of the accelerators whose generators are seeded, too; None for all.
         """
         stretch = self._keys.at(step, 1 + self._rank)
-        on = devices() if on is None else on
-        with forked(on):
-            _seed_torch(int(stretch.generate_state(1, np.uint64)[0]), on)
+        accelerators = devices() if on is None else on
+        with forked(accelerators):
+            [seed] = stretch.generate_state(1, np.uint64)
+            _seed_torch(int(seed), accelerators)
             state = torch.get_rng_state()
-            words = stretch.generate_state(MT_WORDS, np.uint32).astype(np.int64)
-            state[MT_BEGIN:].view(torch.int64)[:MT_WORDS] = torch.from_numpy(words)
+            words_of_state = state[MT_BEGIN:].view(torch.int64)
+            words = stretch.generate_state(MT_WORDS, np.uint32)
+            words_of_state[:MT_WORDS] = torch.from_numpy(words.astype(np.int64))
             torch.set_rng_state(state)
             np.random.seed(stretch.generate_state(8, np.uint32))
-            random.seed(stretch.generate_state(4, np.uint64).tobytes())
+            words_of_python = stretch.generate_state(4, np.uint64)
+            random.seed(words_of_python.tobytes())
             yield
 
     def words(self, step: int, records: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
-        """Return random words for records, a function of key, step and record number.
+        """Return 64-bit random words for each record, such as for its augmented views.
 
-        A record's words do not depend on the others of its batch.
+        They are a function of the key, the step and the record's number, so a record's words do not
+        depend on the others of its batch.
 
         Args:
             step: t, from 1.
-            records: numbers of the records, shape (records,).
+            records: numbers of the records in the dataset, int64, shape (records,).
             count: number K of words per record.
 
         Returns:
-            Shape (records, K).
+            Words, uint64, shape (records, K).
         """
-        philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
+        key_of_step = self._keys.at(step).generate_state(2, np.uint64)
+        philox = np.random.Philox(key=key_of_step)
         state = philox.state
         words = np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):

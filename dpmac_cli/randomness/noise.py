@@ -35,18 +35,21 @@ SLOW_NOISE = (
 
 
 def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> None:
-    """Fill ``first`` and ``second`` with the two N(0, 1) draws of each pair.
+    """Fill ``first`` and ``second`` with two independent N(0, 1) draws per pair of random words.
 
-    They are the radius sqrt(-2 log |u|) times the cosine and the sine of an angle. u is a multiple
+    The method is that of Box and Muller (1958). The draws are the radius sqrt(-2 log |u|) times the
+    cosine and the sine of an angle; words give u, and turns the angle. u is a multiple
     of 2^-64, so the normals are at most 9.42 standard deviations; torch's own, on the CPU in
     float32, are at most 5.77. The radius is computed in float64: in float32, radii below 1 would be
     few, and who knows the rest of a sum could recognise them.
 
     Args:
         words: random bits of the radii, int64, shape (pairs,).
-        turns: random bits of the angles, int32 for float32 and int64 for float64, same shape.
-        first: draws, shape (pairs,).
-        second: draws, same shape or one less.
+        turns: random bits of the angles, int32 for draws in float32 and int64 for float64, shape
+            (pairs,).
+        first: memory for the first draw of each pair, float32 or float64, shape (pairs,).
+        second: memory for the second draws, of the same dtype, shape (pairs,) or (pairs - 1,): the
+            last pair may have one draw.
     """
     least = torch.full((), LEAST_U, dtype=torch.float64, device=words.device)
     u = in_float64(words)
@@ -62,7 +65,13 @@ def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> N
 
 
 def in_float64(words: Tensor) -> Tensor:
-    """Return integers in float64. NumPy takes half as long as torch on the CPU."""
+    """Return integers as float64 numbers, rounded to the nearest, in new memory.
+
+    By NumPy on the CPU, which takes half as long as torch.
+
+    Args:
+        words: integers of any dtype and shape.
+    """
     if words.is_cuda:
         return words.double()
     numbers = words.numpy().astype(np.float64)
@@ -70,18 +79,24 @@ def in_float64(words: Tensor) -> Tensor:
 
 
 def circle_(angle: Tensor, cosines: Tensor) -> Tensor:
-    """Write the cosines of angles to ``cosines``; replace the angles by their sines.
+    """Write the cosines of angles to ``cosines``, and return their sines.
 
     On the CPU, NumPy takes half the time of torch: in float32, and with AVX-512 in float64, where
     its only fast function of angles is the tangent. With t = tan(x / 2), the cosine is
     (1 - t^2) / (1 + t^2) and the sine 2 t / (1 + t^2), within 3e-16.
 
     Args:
-        angle: angles in radians, float32 or float64, which become sines.
-        cosines: result, in the shape and type of ``angle``.
+        angle: angles in radians, float32 or float64, of any shape. Overwritten by the sines.
+        cosines: memory for the cosines, in the shape and type of ``angle``.
 
     Returns:
-        The sines, in the memory of ``angle`` where that is possible.
+        The sines: ``angle`` itself.
+
+    Example:
+        >>> cosines = torch.empty(2)
+        >>> sines = circle_(torch.tensor([0.0, math.pi / 2]), cosines)
+        >>> cosines.round(), sines
+        (tensor([1., -0.]), tensor([0., 1.]))
     """
     is_wide = angle.dtype == torch.float64
     if angle.is_cuda or (is_wide and not _has_avx512()):
@@ -100,7 +115,11 @@ def circle_(angle: Tensor, cosines: Tensor) -> Tensor:
 
 
 def root_(numbers: Tensor) -> Tensor:
-    """Replace numbers of at least 0 by their square roots, which are rounded to the nearest."""
+    """Replace numbers by their square roots, rounded to the nearest; return the same tensor.
+
+    Args:
+        numbers: at least 0, float32 or float64. Overwritten.
+    """
     if numbers.is_cuda:
         return numbers.sqrt_()
     np.sqrt(numbers.numpy(), out=numbers.numpy())
@@ -113,7 +132,11 @@ def _has_avx512() -> bool:
 
 
 def logarithm_(numbers: Tensor) -> Tensor:
-    """Replace positive numbers, float64, by their logarithms."""
+    """Replace numbers by their natural logarithms, and return the same tensor.
+
+    Args:
+        numbers: above 0, float64. Overwritten.
+    """
     if numbers.is_cuda or not _has_avx512():
         return numbers.log_()
     np.log(numbers.numpy(), out=numbers.numpy())
@@ -121,13 +144,14 @@ def logarithm_(numbers: Tensor) -> Tensor:
 
 
 class SeededNormals:
-    """Normals from the key streams of a step. None is returned twice.
+    """Source of the normal draws of one step, from :meth:`Noise.at`. None is returned twice.
 
-    Torch's generator uses only 32 bits of a seed, so 4 billion tries would recover its noise.
+    They come from key streams of ChaCha20, :data:`LANES` per call: torch's generator uses only 32
+    bits of a seed, so 4 billion tries would recover its noise.
 
     Args:
         keys: key stream of the noise.
-        step: number of the step.
+        step: number of the step. Two objects with the same keys and step draw the same.
         secure: whether to compute in float64, and to add a uniform number: see :class:`Noise`.
     """
 
@@ -138,10 +162,13 @@ class SeededNormals:
         self._lane = 0  # first key stream of the next draw
 
     def standard_normal(self, like: Tensor) -> Tensor:
-        """Return the next independent N(0, 1) draws.
+        """Return the next independent N(0, 1) draws of the step, in a new tensor.
+
+        Each call returns other draws; in the same order, calls in two runs return the same ones.
 
         Args:
-            like: a tensor with the shape, dtype and device of the result.
+            like: a tensor with the shape, dtype (float32 or float64) and device of the result. Its
+                values are not read.
         """
         out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
         lane = self._lane
@@ -151,7 +178,8 @@ class SeededNormals:
             fill(out, self._keys.key, self._step, lane, secure=self._secure)
         else:
             wide = self._secure or like.dtype == torch.float64
-            self._fill(out, lane, np.int64 if wide else np.int32)
+            turn = np.int64 if wide else np.int32
+            self._fill(out, lane, turn)
         return out.view(like.shape)
 
     def _fill(self, out: Tensor, lane: int, turn: Any) -> None:
@@ -171,17 +199,24 @@ class SeededNormals:
             return torch.from_numpy(state).to(out.device, non_blocking=True)
 
         for begin in range(0, len(first_half), PAIRS):
-            places = first_half[begin : begin + PAIRS], second_half[begin : begin + PAIRS]
-            pairs = len(places[0])
-            drawn = words(0, pairs, np.int64), words(1, pairs, turn)
+            piece = slice(begin, begin + PAIRS)
+            first = first_half[piece]
+            second = second_half[piece]
+            radii = words(0, len(first), np.int64)
+            turns = words(1, len(first), turn)
             if not self._secure:
-                box_muller(*drawn, *places)
+                box_muller(radii, turns, first, second)
                 continue
-            normals = _float64_like(places[0]), _float64_like(places[1])
-            box_muller(*drawn, *normals)
-            for number, (place, normal) in enumerate(zip(places, normals, strict=True), 2):
+            first_normals = _float64_like(first)
+            second_normals = _float64_like(second)
+            box_muller(radii, turns, first_normals, second_normals)
+            for number, place, normals in (
+                (2, first, first_normals),
+                (3, second, second_normals),
+            ):
                 dither = words(number, len(place), np.int32)  # multiples of 2^-32 of the width
-                place.copy_(normal.add_(dither, alpha=DITHER * 2.0**-32))
+                normals.add_(dither, alpha=DITHER * 2.0**-32)
+                place.copy_(normals)
 
 
 def _float64_like(place: Tensor) -> Tensor:
@@ -192,7 +227,11 @@ def _float64_like(place: Tensor) -> Tensor:
 
 @cache
 def kernel() -> Callable[..., None] | None:
-    """Return the kernel of CUDA devices; None where Triton or a C compiler for it is missing."""
+    """Return the function that fills tensors on CUDA devices with draws; None if it cannot run.
+
+    It is :func:`dpmac_cli.randomness.kernel.fill_normals`, which needs Triton and a C compiler. It
+    is tried once in a process, on the first CUDA device; if that fails, one warning tells why.
+    """
     try:
         from dpmac_cli.randomness.kernel import fill_normals  # noqa: PLC0415  (needs Triton)
 
@@ -204,7 +243,7 @@ def kernel() -> Callable[..., None] | None:
 
 
 class Noise(Unshared):
-    """Standard normal draws, a function of the secret key, the step and the position in it.
+    """Gaussian noise of a run: N(0, 1) draws, a function of the secret key and the step.
 
     With ``secure``, each normal is a float64 number plus a uniform one of width :data:`DITHER`,
     which hides the last bits of the normal. That is post-processing of the normal: the privacy cost
@@ -212,7 +251,10 @@ class Noise(Unshared):
 
     Args:
         key: secret key of the noise, 32 bytes.
-        secure: see above.
+        secure: whether to compute in float64 and to add the uniform number.
+
+    Raises:
+        InputError: in copies and pickles of it, and in a fork: see :class:`.Unshared`.
 
     Example:
         >>> noise = Noise(bytes(32))  # in practice, secrets.token_bytes(32)
@@ -228,14 +270,14 @@ class Noise(Unshared):
         self._last = -1  # the last step whose noise was handed out
 
     def at(self, step: int) -> SeededNormals:
-        """Return the draws of a step, once.
+        """Return the source of a step's draws, once: a second call for the step fails.
 
         Args:
-            step: number of the step, above that of all calls before.
+            step: number of the step, from 0, above that of all calls before. Steps may be left out.
 
         Raises:
-            ValueError: the noise of this or a later step was returned before: noise must not be
-                added to two sums.
+            ValueError: the draws of this or a later step were returned before: the same noise must
+                not be added to two sums.
             InputError: this is a fork of the process that created this object.
         """
         self.check_process()

@@ -24,21 +24,26 @@ Indices = NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """Interface that draws one batch per step."""
+    """Interface of a batch sampler, line 3 of Algorithm 1: draws the records of each step."""
 
     def draw(self, step: int) -> Indices:
-        """Return the records of step t = 1, 2, ..., a function of the key and t.
+        """Return the records of a step, a function of the sampler's key and of t.
 
         Args:
-            step: t. Steps may be drawn in any order, and again.
+            step: t, from 1. Steps may be drawn in any order, and again.
+
+        Returns:
+            Increasing record numbers, int64, shape (drawn,); perhaps empty. Private.
         """
 
 
 class SeededDraws:
-    """Random choices among n records for one step or epoch, with numpy's generator.
+    """Random choices among n records for one step or epoch, by NumPy's SFC64.
+
+    Fast, but not cryptographic: :class:`SecureDraws` is. Each call draws again.
 
     Args:
-        size: n.
+        size: number n of records.
         stretch: random bits of the step or epoch, which seed the generator.
     """
 
@@ -47,24 +52,34 @@ class SeededDraws:
         self._generator = stretch.generator()
 
     def independently(self, rate: float) -> Indices:
-        """Draw each record with probability ``rate`` in (0, 1], independently of the others.
+        """Draw each record with the same probability, independently of the others.
 
         The number drawn is binomial, and all subsets of that size are equally likely.
+
+        Args:
+            rate: probability, in (0, 1].
+
+        Returns:
+            Increasing record numbers, int64, shape (drawn,); perhaps empty.
         """
         count = int(self._generator.binomial(self._size, rate))
-        return np.sort(self._generator.choice(self._size, count, replace=False, shuffle=False))
+        records = self._generator.choice(self._size, count, replace=False, shuffle=False)
+        return np.sort(records)
 
     def bins(self, count: int) -> NDArray[np.int64]:
-        """Draw one of ``count`` bins, from 0, for each record, independently; shape (n,).
+        """Draw a bin for each record, all with the same probability, independently.
 
         Args:
             count: number of bins, such as the steps of an epoch.
+
+        Returns:
+            The bin of each record, from 0 to count - 1, int64, shape (n,).
         """
         return self._generator.integers(0, count, self._size)
 
 
 class SecureDraws:
-    """Random choices like :class:`SeededDraws`, with a cipher's key stream, 64 bits per record.
+    """Random choices like :class:`SeededDraws`, by a cipher's key stream, 64 bits per record.
 
     Args:
         size: number n of records.
@@ -76,15 +91,28 @@ class SecureDraws:
         self._stretch = stretch
 
     def independently(self, rate: float) -> Indices:
-        """Draw each record with probability ``rate``, rounded down to a multiple of 2^-64."""
+        """Draw each record with the same probability, independently of the others.
+
+        Args:
+            rate: probability, in (0, 1], which is rounded down to a multiple of 2^-64.
+
+        Returns:
+            Increasing record numbers, int64, shape (drawn,); perhaps empty.
+        """
         last = int(math.ldexp(rate, 64)) - 1  # the largest word to include; all for rate 1
         return np.flatnonzero(self._draw() <= np.uint64(last))
 
     def bins(self, count: int) -> NDArray[np.int64]:
-        """Return the bin of each record's word; all bins have the same number of words.
+        """Draw a bin for each record, all with exactly the same probability, independently.
 
-        If any word is in no bin, all words are drawn again. That does not depend on the order of
-        the records, so the result is exactly uniform.
+        All bins have the same number of words. If the word of a record is in none, all words are
+        drawn again; that does not depend on the order of the records.
+
+        Args:
+            count: number of bins, such as the steps of an epoch.
+
+        Returns:
+            The bin of each record, from 0 to count - 1, int64, shape (n,).
         """
         width = np.uint64((2**64 - 1) // count)
         while True:
@@ -98,15 +126,19 @@ class SecureDraws:
 
 
 class KeyedSampler:
-    """Sampler whose privacy cost is defined by :data:`dpmac_cli.accounting.events.SAMPLERS`.
+    """Batch sampler whose draws are a function of a secret key: Poisson, or random allocation.
+
+    The privacy cost of each is that of its name in
+    :data:`dpmac_cli.accounting.events.SAMPLERS`.
 
     Args:
-        name: a key of that table.
+        name: "poisson", for which each step draws each record with probability ``rate``; or
+            "random-allocation", for which each record is in one step of each epoch.
         size: number n of training records.
         rate: q of "poisson", in (0, 1]. The size of a batch may be 0, and is private.
-        steps: number of steps of an epoch, whose batches are disjoint for "random-allocation".
-        key: secret key of the sampler.
-        secure: whether to use a cipher for draws.
+        steps: number of steps of an epoch, for "random-allocation".
+        key: secret key of the sampler, 32 bytes.
+        secure: whether to draw by a cipher, see :class:`SecureDraws`.
         base: steps taken before the key was created. Continuing an epoch of another key would use
             a record more often than the once per epoch that its privacy cost covers.
     """
@@ -133,10 +165,13 @@ class KeyedSampler:
         self._bins = np.empty(0, np.int64)
 
     def draw(self, step: int) -> Indices:
-        """Return the records of a step.
+        """Return the records of a step, the same in each call for it.
 
         Args:
-            step: t, from 1.
+            step: t, from 1, counted over the whole run; above ``base`` for "random-allocation".
+
+        Returns:
+            Increasing record numbers, int64, shape (drawn,); perhaps empty. Private.
 
         Raises:
             ValueError: there is no sampler of the name.
@@ -161,12 +196,17 @@ PLACES = 1 << 31
 
 
 class RandomPlaces:
-    """Places of a step's records, drawn without replacement, a function of the key and the step.
+    """Random places of a step's records among the rows that are computed, by key and step.
+
+    A row may be rounded by its place. Random places make that independent of the other records.
 
     Args:
-        key: secret key, such as that of the layers.
+        key: secret key, such as that of the layers, 32 bytes.
         count: public number of places: see :func:`dpmac_cli.accounting.places.places_of`.
-        rank: rank of this process, which has places of its own.
+        rank: number of this process among those of a run, from 0; each has places of its own.
+
+    Attributes:
+        count: see above.
     """
 
     def __init__(self, key: bytes, count: int, rank: int = 0) -> None:
@@ -175,14 +215,17 @@ class RandomPlaces:
         self.count = count
 
     def draw(self, step: int, places: int) -> Indices:
-        """Return all of a number of places in random order; shape (places,).
+        """Return all places of a step in random order: all orders are equally likely.
 
-        Any record could have any of the others' places: if two words are equal, all are drawn
-        again.
+        Each place has a random word, and the order is that of the words. If two are equal, all are
+        drawn again. The result is the same in each call with the same numbers.
 
         Args:
             step: t, from 1.
             places: number of places, at least :attr:`count`.
+
+        Returns:
+            Numbers from 0 to places - 1, int64, shape (places,).
         """
         stretch = self._keys.at(step, self._lane)
         while True:
@@ -194,7 +237,9 @@ class RandomPlaces:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSampling:
-    """Batches of about B of n records: the base of :class:`Poisson` and others.
+    """Way to draw batches of about B of n records: base of :class:`Poisson` and others.
+
+    It gives both the privacy event of a training and the sampler that draws its batches.
 
     Attributes:
         n: number of training records, which is public.
@@ -230,26 +275,27 @@ class BatchSampling:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the number of steps in which a record is drawn about once, ceil(n/B)."""
+        """Return the steps of an epoch, ceil(n/B): a record is drawn in about one of them."""
         return math.ceil(self.n / self.batch_size)
 
     def event(self, sigma: float, steps: int) -> TrainingEvent:
-        """Return the privacy event of a training, from which its epsilon follows.
+        """Return the privacy event of a training with these batches, from which epsilon follows.
 
         Args:
-            sigma: noise multiplier.
-            steps: number of steps.
+            sigma: noise multiplier, the noise's standard deviation divided by the sensitivity 1.
+            steps: number of steps, each with one batch.
         """
         rate = self.batch_size / self.n
         return TrainingEvent(rate, sigma, steps, self.sampler, self.steps_per_epoch)
 
     def draws(self, key: bytes, *, secure: bool = False, base: int = 0) -> KeyedSampler:
-        """Return the batches of each step as increasing record numbers, a function of the key.
+        """Return the sampler that draws the batch of each step, a function of the key.
 
         Args:
             key: secret key, 32 bytes, such as ``secrets.token_bytes(32)``.
-            secure: draw with a cipher.
-            base: steps that were taken before, with another key.
+            secure: whether to draw by a cipher, see :class:`SecureDraws`.
+            base: number of steps that were taken before, with another key: see
+                :class:`KeyedSampler`.
         """
         priced = self.event(sigma=0.0, steps=0)
         return KeyedSampler(

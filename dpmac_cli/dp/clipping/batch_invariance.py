@@ -41,11 +41,11 @@ MOST_SHARES = 12
 
 
 def fill_rows(batch: Batch, rows: int) -> Batch:
-    """Return a batch, filled up with copies of its first row.
+    """Return a batch, filled up to a number of rows with copies of its first row.
 
     Args:
-        batch: at least one row.
-        rows: number of rows that the result has at least.
+        batch: tensors of shape (samples, ...), with at least one row.
+        rows: least number of rows of the result. A batch that has them is returned as it is.
 
     Example:
         >>> fill_rows(torch.tensor([1, 2]), 4)
@@ -62,11 +62,17 @@ def fill_rows(batch: Batch, rows: int) -> Batch:
 
 
 def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
-    """Return a batch with its rows at the places that count, and copies of them at the others.
+    """Return a batch with its rows at some of more places, in order, and copies at the others.
+
+    A copy is that of the last row before it, or of the first one. Only the rows at the given
+    places are meant to count in a sum.
 
     Args:
-        batch: tensors with a row for each place that counts, at least one.
-        counted: bool, shape (places,).
+        batch: tensors of shape (samples, ...), with a row for each place that counts, at least one.
+        counted: mask of the places that count, bool, shape (places,).
+
+    Returns:
+        Tensors of shape (places, ...); ``batch`` itself if all places count.
 
     Example:
         >>> spread(torch.tensor([1, 2]), np.array([False, True, False, True]))
@@ -81,7 +87,7 @@ def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
 
 @contextmanager
 def fixed_numbers(theta: Tensor) -> Iterator[None]:
-    """Replace parameters by fixed random numbers, so that a trial is that of all weights.
+    """Replace parameters by fixed random numbers for a ``with`` block: a trial for any weights.
 
     Args:
         theta: all parameters, shape (d,), which are restored at the end of the block.
@@ -96,7 +102,11 @@ def fixed_numbers(theta: Tensor) -> Iterator[None]:
 
 
 def rounded_up(rows: int, block: int = LEAST_ROWS) -> int:
-    """Return a number of rows, rounded up to a multiple of ``block``.
+    """Return a number of rows, rounded up to a multiple of another number.
+
+    Args:
+        rows: number of rows, at least 0.
+        block: the number that the result is a multiple of, at least 1.
 
     Example:
         >>> rounded_up(17), rounded_up(32)
@@ -106,12 +116,16 @@ def rounded_up(rows: int, block: int = LEAST_ROWS) -> int:
 
 
 def rows_of(samples: int, chunk: int, block: int) -> int:
-    """Return the number of rows to compute for some samples of a chunk.
+    """Return the number of rows to compute for some samples of a chunk; the others are copies.
 
     Args:
         samples: number of samples, at most ``chunk``.
-        chunk: capacity of the chunk.
-        block: divisor of the number of rows; 1 for any.
+        chunk: capacity of the chunk, the largest number of samples.
+        block: number of which the rows are a multiple, unless the capacity is below it; 1 for any.
+
+    Example:
+        >>> rows_of(3, chunk=64, block=1), rows_of(17, chunk=64, block=16)
+        (16, 32)
     """
     least = min(chunk, max(LEAST_ROWS, block))
     rows = samples if chunk < block else rounded_up(samples, block)
@@ -123,16 +137,17 @@ RunNetwork = Callable[[Batch], Any]
 
 
 def chunks_alike(run: RunNetwork, base: Batch, chunk: int, block: int = 1) -> bool:
-    """Return whether a network treats equal rows alike in chunks of any number of samples.
+    """Return whether a network's results for a row depend on no other row, in chunks of any size.
 
-    It is run on copies of a few random rows, in several numbers and at every place of each. Their
-    results must be equal, bit for bit. This is a measurement on this machine, not a proof.
+    It is run on copies of a few random rows, in several numbers and at every place of each, with
+    numbers that show the order of sums. Results of equal rows must be equal, bit for bit. This is a
+    measurement on this machine, not a proof.
 
     Args:
-        run: runs the network on rows.
-        base: rows to copy, shape (:data:`TRIED`, ...).
+        run: runs the network on rows, as in training.
+        base: random rows to copy, shape (:data:`TRIED`, ...).
         chunk: capacity of a chunk, see :func:`rows_of`.
-        block: divisor of the number of rows.
+        block: number of which the rows of a chunk are a multiple; 1 for any.
     """
     numbers = {rows_of(samples, chunk, block) for samples in some_numbers(chunk)}
     return _tried_alike(run, base, sorted(numbers, reverse=True))
@@ -152,18 +167,25 @@ def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
 def unaffected(
     run: Callable[[Tensor], Tensor], like: Tensor, size: int, *, may_mix: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function of up to ``size`` rows, none of which changes or rounds another.
+    """Return a network as a function of up to ``size`` rows, none of which changes another's bits.
 
     It always computes the same number of rows. Where that does not help, it runs row by row. A
     network that is not built in is copied, for each row if they run one by one, so that it keeps
     nothing of a row.
 
     Args:
-        run: a network or a method of one, which maps rows to rows.
-        like: a tensor with the shape of a row, its dtype and device.
-        size: largest number of rows.
+        run: a network or a method of one, which maps (rows, ...) to (rows, ...).
+        like: a tensor with the shape of one row, its dtype and device; its values are not read.
+        size: largest number of rows of a call, at least 1.
         may_mix: whether ``run`` may mix rows, so that it sees one at a time; False for built-in
             networks.
+
+    Returns:
+        A function that maps (rows, ...) to what ``run`` returns for each row alone.
+
+    Raises:
+        Exception: that of ``run`` on random rows, if memory runs out or it is built in. Another
+            network that fails there runs row by row.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(TRIED, *like.shape, generator=generator)
@@ -195,12 +217,12 @@ def unaffected(
 
 
 def some_numbers(chunk: int) -> list[int]:
-    """Return numbers of rows to try, the largest first.
+    """Return numbers of rows on which :func:`chunks_alike` tries a network, the largest first.
 
     They have all remainders by 4, are even and odd, and grow as thresholds in libraries do.
 
     Args:
-        chunk: largest number of rows.
+        chunk: largest number of rows; below :data:`LEAST_ROWS`, it is the only one.
 
     Example:
         >>> some_numbers(64)
@@ -219,15 +241,15 @@ def some_numbers(chunk: int) -> list[int]:
 
 @torch.no_grad()
 def rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
-    """Return whether results for equal rows are equal, in any number and at any place.
+    """Return whether a network's results for equal rows are equal, bit for bit; NaN equals NaN.
 
-    Large numbers are tried once, with the first rows; numbers in which most differences show, with
-    others as well.
+    It is run on copies of the rows, in several numbers and at several places. Large numbers are
+    tried once, with the first rows; numbers in which most differences show, with others as well.
 
     Args:
         run: runs a network on rows.
         base: rows to copy, shape (:data:`TRIED`, ...).
-        numbers: numbers of rows to try, the largest first.
+        numbers: numbers of rows to try, the largest first; at least one.
     """
     few = [n for n in numbers if n <= 2 * LEAST_ROWS + 1] or numbers[-1:]
     trials = zip(range(0, TRIED, PERIOD), (numbers, *[few] * (TRIALS - 1)), strict=True)

@@ -24,7 +24,10 @@ NOTHING: Batch = ()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument, a result or a batch, in the order of the pytree.
+    """Return the tensors in a batch, an argument or a result, in the order of the pytree.
+
+    Args:
+        value: a tensor, or any nesting of dicts, lists and tuples. What is no tensor is left out.
 
     Example:
         >>> [tuple(t.shape) for t in tensors_in({"x": torch.zeros(2, 3), "name": "a"})]
@@ -34,7 +37,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def samples_in(batch: Batch) -> int:
-    """Return the number of rows of a batch; 0 if it has no tensor."""
+    """Return the number of rows of a batch, that of its first tensor.
+
+    Args:
+        batch: tensors of shape (samples, ...). Without any, or for one of shape (), it has 0 rows.
+
+    Example:
+        >>> samples_in({"x": torch.zeros(5, 3), "y": torch.zeros(5)})
+        5
+    """
     tensors = tensors_in(batch)
     if not tensors or tensors[0].ndim == 0:
         return 0
@@ -42,7 +53,11 @@ def samples_in(batch: Batch) -> int:
 
 
 def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return a batch with a function applied to every tensor.
+    """Return a batch of the same structure with a function applied to every tensor.
+
+    Args:
+        function: maps a tensor to a tensor.
+        batch: any nesting of tensors. What is no tensor stays as it is.
 
     Example:
         >>> map_rows(lambda t: t[:1], (torch.arange(3), {"y": torch.ones(3)}))
@@ -54,17 +69,25 @@ def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def by_row(batch: Batch, views: int) -> Batch:
-    """Return a batch with one row per view, shape (samples * views, ...).
+    """Return a batch with one row for each view of each sample, shape (samples * views, ...).
 
     Args:
-        batch: shape (samples, views, ...), or (samples, ...) for one view.
-        views: number of inputs per sample.
+        batch: tensors of shape (samples, views, ...); or (samples, ...) for one view, which are
+            returned as they are.
+        views: number of inputs per sample, such as augmented views.
+
+    Example:
+        >>> by_row(torch.zeros(4, 2, 3), views=2).shape
+        torch.Size([8, 3])
     """
     return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
 
 
 def parts_by_name(batch: Batch) -> dict[str, Any]:
-    """Return the leaves of a batch by their place in it, for messages.
+    """Return the leaves of a batch by their place in it, as code, for messages.
+
+    Args:
+        batch: any nesting; its leaves need not be tensors.
 
     Example:
         >>> parts_by_name({"labels": 3})
@@ -76,7 +99,7 @@ def parts_by_name(batch: Batch) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of a batch, of which batches of made-up rows follow. Not private.
+    """Shapes and dtypes of a batch's tensors, to make up batches of such rows. Not private.
 
     Attributes:
         template: a batch of at least one row. Of tensors of numbers, only shape, dtype and device
@@ -101,15 +124,22 @@ class Structure:
 
     @staticmethod
     def of(batch: Batch) -> "Structure":
-        """Return the structure of a private batch, none of whose values are kept."""
+        """Return the structure of a private batch, none of whose values are kept.
+
+        Args:
+            batch: tensors of shape (samples, ...).
+        """
         return Structure(map_rows(lambda t: t.new_zeros((1, *t.shape[1:])), batch))
 
     def made_up(self, samples: int, *, double: bool = False) -> Batch:
-        """Return a fixed batch of random rows, the same in each call.
+        """Return a batch of made-up rows, the same in each call: random numbers, and 1s and 0s.
 
         Args:
-            samples: number of rows.
-            double: whether numbers are in float64.
+            samples: number of rows of each tensor.
+            double: whether numbers are in float64, unless the structure keeps their dtype.
+
+        Returns:
+            Tensors of shape (samples, ...) in the nesting of the template, on its device.
         """
         generator = torch.Generator().manual_seed(0)
         turns = count(1)
@@ -143,7 +173,11 @@ class Structure:
         return map_rows(rows, self.template)
 
     def to(self, device: torch.device) -> "Structure":
-        """Return the structure on another device."""
+        """Return the same structure with made-up rows on another device.
+
+        Args:
+            device: the device.
+        """
         template = map_rows(lambda t: t.to(device), self.template)
         return replace(self, template=template)
 
@@ -159,14 +193,15 @@ def _repeated_rows(rows: Tensor, samples: int) -> Tensor:
 
 
 def check_rows(batch: Batch, structure: Structure | None) -> None:
-    """Reject a batch that is not tensors with the same number of rows, as in the structure.
+    """Reject a batch of a program that is not tensors with the same number of rows each.
 
     A tensor with one row for all records would give each of them what was computed from others, and
     a network was only validated on records of one structure.
 
     Args:
-        batch: a batch of a program.
-        structure: structure that was validated; None for any.
+        batch: a batch of a program, of any type.
+        structure: structure that was validated, whose shapes of rows, dtypes and devices the batch
+            must have; None for any.
 
     Raises:
         InputError: names the parts of the batch that cannot be used.

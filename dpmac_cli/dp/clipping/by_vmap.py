@@ -69,18 +69,19 @@ class _TappedCalls:
 
 
 class ByVmap:
-    """Losses and gradients of the samples of a chunk, by vmap.
+    """Computes losses and per-sample gradients of a chunk by one call of vmap, when called.
 
     Args:
         alone: loss of the network on one sample.
-        names: names in the network of the parameters of each layer.
-        recorded: names of the layers whose gradients follow from calls.
+        names: for each layer, the names of its parameters in the network.
+        recorded: names of the layers whose gradients follow from the inputs and output gradients of
+            their calls by a rule.
 
     Attributes:
         recorded: see above. The others' gradients are instantiated.
         by_function: names of the recorded layers whose products are computed by ``F.linear``.
-        by_rows: whether products are computed by ``products`` instead of by torch.
-        products: the mode in which they are.
+        by_rows: whether matrix products are computed by ``products`` instead of by torch.
+        products: mode that computes them so that no row rounds another.
     """
 
     def __init__(
@@ -103,18 +104,24 @@ class ByVmap:
         y: Batch,
         results: list[Tensor] | None = None,
     ) -> tuple[Tensor, Weights, UsesOrGradients]:
-        """Compute a chunk.
+        """Return losses, weights and per-sample gradients of a chunk.
+
+        :meth:`note_calls` must have run with such samples before.
 
         Args:
             model: the network, or a copy of it.
             layers: its layers.
-            x: inputs, see :class:`.PerSample`.
-            y: their labels.
-            results: list to which the results of all operations are added; None for gradients.
+            x: inputs, shape (samples, ...): see :class:`.PerSample`.
+            y: their labels, shape (samples, ...).
+            results: list to which the results of all operations are added, one row per sample; no
+                gradients are computed then. None to compute gradients.
 
         Returns:
-            Losses, weights, and for each layer its uses or gradients; none of these with
-            ``results``.
+            Losses, shape (samples,); weights of the samples; and for each layer its uses, or its
+            gradients, shape (samples, d_layer). The last list is empty with ``results``.
+
+        Raises:
+            ModelError: the network calls its layers differently than when calls were noted.
         """
         recorded = self.recorded_of(layers)
         taps = self._zero_taps(layers)
@@ -152,11 +159,11 @@ class ByVmap:
         return losses, weights, self._by_layer(layers, calls, g)
 
     def records(self, layer: Layer) -> bool:
-        """Return whether the gradients of a layer follow from its calls."""
+        """Return whether the gradients of a layer follow from its calls, not from ``grad``."""
         return layer.name in self.recorded
 
     def recorded_of(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Return the layers whose gradients follow from their calls."""
+        """Return those of some layers whose gradients follow from their calls, in order."""
         return [layer for layer in layers if self.records(layer)]
 
     def _by_layer(
@@ -206,12 +213,14 @@ class ByVmap:
     def note_calls(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
     ) -> set[nn.Module]:
-        """Run the first sample; note the shapes of calls, and return the modules called.
+        """Run the first sample, note the shape of each call, and return the modules called.
+
+        A second call replaces what the first one noted.
 
         Args:
             model: the network.
             layers: its layers.
-            x: made-up inputs.
+            x: made-up inputs, shape (samples, ...).
             y: their labels.
         """
         self._shapes = []
@@ -247,5 +256,9 @@ def _without_backward(function: Any, **_: Any) -> Any:
 
 
 def first_parameter(layers: Sequence[Layer]) -> Tensor:
-    """Return the first parameter, of which the others have dtype and device."""
+    """Return the first parameter of some layers, of which the others have dtype and device.
+
+    Args:
+        layers: layers of a network, at least one.
+    """
     return next(iter(layers[0].parameters.values()))

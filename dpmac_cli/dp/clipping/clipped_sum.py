@@ -46,7 +46,7 @@ LEAST_WEIGHT = 1e-30
 
 
 class ClippedChunkSum:
-    """Compute the sum of clipped, centred gradients of a chunk of samples.
+    """Computes sums of clipped, centred gradients of chunks of samples: :meth:`of`.
 
     Args:
         per_sample: per-sample gradients of a network. The mean gradient of a sample's views, or of
@@ -75,17 +75,19 @@ class ClippedChunkSum:
     def of(
         self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, counted: Tensor | None = None
     ) -> None:
-        """Write the sum of w_i c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
+        """Write the sum of a chunk's clipped gradients into ``out``: lines 5 to 8 of Algorithm 1.
 
-        Here w_i is the weight of sample i, in [0, 1]. A sample whose gradient or norm is not finite
-        adds exactly zero.
+        That is the sum of v_i c_i (g_i - m), with each ||c_i (g_i - m)/b|| <= 1: g_i is the
+        gradient of sample i and v_i its weight in [0, 1]; m is the centre of the ellipsoid and b
+        its scale. A sample whose gradient or norm is not finite adds exactly zero.
 
         Args:
-            x: inputs, at least one: see :class:`.PerSample`.
+            x: inputs, shape (rows, ...), at least one: see :class:`.PerSample`.
             y: labels of the inputs.
             metric: metric of the ellipsoid to clip to.
-            out: result, shape (d,).
-            counted: rows that count, bool, shape (rows,), if the others only fill the batch.
+            out: memory for the result, shape (d,). Overwritten.
+            counted: mask of the rows that count, bool, shape (rows,), where the others only fill
+                the chunk; None if all do.
 
         Raises:
             ModelError: see :class:`.PerSample`.
@@ -102,11 +104,11 @@ class ClippedChunkSum:
 
     @staticmethod
     def all_of(x: Batch, out: Tensor) -> Tensor:
-        """Return the mask of a chunk whose rows all count, bool, shape (rows,).
+        """Return a mask with which all rows of a chunk count, bool, shape (rows,).
 
         Args:
-            x: inputs of the chunk.
-            out: a tensor on the device of the mask.
+            x: inputs of the chunk, shape (rows, ...).
+            out: any tensor on the device that the mask shall be on.
         """
         return torch.ones(samples_in(x), dtype=torch.bool, device=out.device)
 
@@ -118,17 +120,17 @@ class ClippedChunkSum:
         counted: Tensor,
         out: Tensor,
     ) -> Tensor:
-        """Write the sum of the samples that count, in float32.
+        """Write the sum of clipped gradients of the samples that count, in the dtype of ``out``.
 
-        Nothing in it waits for a device, or has a shape that depends on values, so that it can be
-        recorded and replayed on a GPU.
+        The sum is that of :meth:`of`. Its shapes depend on no values, so that it can be recorded
+        and replayed on a GPU.
 
         Args:
-            gradients: layers with the gradients of a chunk.
+            gradients: layers with the gradients of a chunk: see :meth:`gradients`.
             weights: weights of its samples.
             metric: metric of the ellipsoid to clip to.
-            counted: rows that count, bool, shape (rows,).
-            out: result, shape (d,).
+            counted: mask of the rows that count, bool, shape (rows,).
+            out: memory for the result, shape (d,). Overwritten.
 
         Returns:
             Whether float64 is needed: see :meth:`sum_up_precisely`; bool, shape ().
@@ -146,9 +148,16 @@ class ClippedChunkSum:
         counted: Tensor,
         out: Tensor,
     ) -> None:
-        """Write the sum of the samples that count, computed in float64 and rounded once.
+        """Write the sum of :meth:`sum_up`, computed in float64 and rounded once.
 
-        Arguments are those of :meth:`sum_up`.
+        It is for a chunk for which :meth:`sum_up` returned True.
+
+        Args:
+            gradients: layers with the gradients of a chunk: see :meth:`gradients`.
+            weights: weights of its samples.
+            metric: metric of the ellipsoid to clip to.
+            counted: mask of the rows that count, bool, shape (rows,).
+            out: memory for the result, shape (d,). Overwritten.
         """
         self.cut.add_((weights.cut & counted).sum())
         gradients, squared = self.precise_norms(gradients, metric)
@@ -184,12 +193,12 @@ class ClippedChunkSum:
         return valid
 
     def gradients(self, x: Batch, y: Batch, *, ball: bool) -> tuple[ByLayer, Weights]:
-        """Compute the gradients of a chunk: line 5.
+        """Return the per-sample gradients g_i of a chunk, in a form for each layer: line 5.
 
         Args:
-            x: inputs: see :class:`.PerSample`.
+            x: inputs, shape (rows, ...): see :class:`.PerSample`.
             y: labels of the inputs.
-            ball: whether norms will be those in a ball.
+            ball: whether norms will be those in a ball, for which other forms are cheaper.
 
         Returns:
             Every layer with its per-sample gradients, and the weights of the samples.
@@ -201,10 +210,10 @@ class ClippedChunkSum:
         return gradients, weights
 
     def weights(self, squares: Tensor) -> Tensor:
-        """Return c_i for squared norms without rounding, float64, shape (samples,).
+        """Return the factors c_i of clipping for exact norms, float64, shape (samples,): line 7.
 
         Args:
-            squares: ||w_i||^2, float64, shape (samples,).
+            squares: squared whitened norms ||w_i||^2, float64, shape (samples,).
         """
         nothing = torch.zeros_like(squares)
         exact = SquaredNorms(squares, slack=nothing, reach=nothing)
@@ -214,16 +223,16 @@ class ClippedChunkSum:
     def norms(
         self, gradients: ByLayer, metric: RegionMetric, counted: Tensor
     ) -> tuple[SquaredNorms, Tensor]:
-        """Return ||w_i||^2 of line 7, and whether float32 may not do.
+        """Return the squared whitened norms ||w_i||^2 of line 7, and whether they need float64.
 
         Args:
             gradients: layers with the gradients of a chunk.
             metric: metric of the ellipsoid.
-            counted: rows that count, bool, shape (rows,).
+            counted: mask of the rows that count, bool, shape (rows,).
 
         Returns:
-            Squared norms of all rows; and whether the bound on rounding is too large for a norm of
-            one that counts, or for their sum; bool, shape ().
+            Squared norms of all rows; and True if the bound on rounding is too large for the norm
+            of a row, or for the sum of those that count: bool, shape ().
         """
         squared = total_squared_norms(gradients, metric)
         c, _ = clip_weights(squared, self._limit)
@@ -237,9 +246,10 @@ class ClippedChunkSum:
     def precise_norms(
         self, gradients: ByLayer, metric: RegionMetric
     ) -> tuple[ByLayer, SquaredNorms]:
-        """Return gradients in float64, and squared norms.
+        """Return the gradients in float64, and squared norms that were computed from them.
 
-        The norm of a sample changes only if it needs that itself, so that none changes the others'.
+        The norm of a sample that does not need float64 stays that of float32, so that no sample
+        changes the norms of others.
 
         Args:
             gradients: layers with the gradients of a chunk.
@@ -275,7 +285,7 @@ class ClippedChunkSum:
 
 
 def clip_limit(samples: float) -> float:
-    """Return the norm to clip to instead of 1, for steps of about this many samples.
+    """Return the whitened norm, a little below 1, to clip to in steps of about ``samples`` samples.
 
     The difference covers the rounding of float32 sums. It grows with the number of terms, in one
     or several chunks, because removing a record moves all others to other places in their chunks.
@@ -306,7 +316,9 @@ def most_samples(batch: float) -> float:
 
 
 def cancellation_limit(samples: int, batch: float) -> float:
-    """Return a chunk's share of :data:`CANCELLATION_LIMIT`.
+    """Return how large a chunk's sum of c_i times ||m/b|| may be in float32.
+
+    It is the chunk's share of :data:`CANCELLATION_LIMIT`; above it, float64 is needed.
 
     Args:
         samples: number of samples in the chunk.
@@ -316,17 +328,25 @@ def cancellation_limit(samples: int, batch: float) -> float:
 
 
 def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
-    """Return c_i = min(1, limit / ||w_i||) for the largest ||w_i|| within the rounding bound.
+    """Return the factors of clipping, c_i = min(1, limit / ||w_i||), and which norms are finite.
 
-    Line 7 of Algorithm 1, with ``limit`` instead of 1.
+    Line 7 of Algorithm 1, with ``limit`` instead of 1, and for ||w_i|| the largest number within
+    the bound on rounding. Factors near :data:`LEAST_WEIGHT` are less, and those below it 0.
 
     Args:
-        squared: ||w_i||^2 with bounds.
+        squared: squared whitened norms ||w_i||^2 with their bounds, shape (samples,).
         limit: norm to clip to, see :func:`clip_limit`.
 
     Returns:
-        c, less near :data:`LEAST_WEIGHT`, float64, shape (samples,), 0 where the norm is not
-        finite; and the mask of finite norms.
+        c, float64, shape (samples,), 0 where a norm is not finite; and the mask of finite norms,
+        bool, shape (samples,).
+
+    Example:
+        >>> zeros = torch.zeros(2, dtype=torch.float64)
+        >>> squared = SquaredNorms(zeros + torch.tensor([0.25, 4.0]), slack=zeros, reach=zeros)
+        >>> c, finite = clip_weights(squared, limit=1.0)
+        >>> c.tolist(), finite.tolist()
+        ([1.0, 0.5], [True, True])
     """
     upper = squared.value.clamp(min=0) + squared.slack
     valid = torch.isfinite(upper)

@@ -40,6 +40,11 @@ WEIGHTS_OF_RECORDS = "a layer computes its weight from the record."
 def computes_weights(module: nn.Module) -> bool:
     """Return whether a module may be a layer that computes its weight: a subclass of a plain one.
 
+    It has a ``forward`` of its class, and no modules inside.
+
+    Args:
+        module: any module; :data:`PLAIN` has the plain layers.
+
     Example:
         >>> class Scaled(nn.Linear):
         ...     def forward(self, x):
@@ -54,11 +59,17 @@ def computes_weights(module: nn.Module) -> bool:
 
 
 def with_graph(model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Return the parameters of a network that weights are computed from, with a graph.
+    """Return copies of the parameters that weights are computed from, which require gradients.
+
+    Called with them, a network's computed weights have a graph to them.
 
     Args:
         model: the network.
-        modules: modules of its layers; the result is {} if none of them computes weights.
+        modules: modules of its layers.
+
+    Returns:
+        Tensors by the names of the parameters, which share their memory; {} if no module computes
+        its weight.
     """
     computing = set[int]()
     for module in modules:
@@ -74,7 +85,7 @@ def with_graph(model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class Computed:
-    """Weight and bias of one call, with their graph to the parameters of their layer.
+    """Weight and bias that a layer computed for one call, with their graph to its parameters.
 
     Attributes:
         module: the layer that was called.
@@ -90,15 +101,22 @@ class Computed:
 
     @property
     def nothing(self) -> bool:
-        """Return whether the weights are the parameters."""
+        """Return whether the call used the parameters themselves, so nothing was computed."""
         names = self.parameters.keys()
         return all(self.weights.get(name) is self.parameters[name] for name in names)
 
     def gradients(self, by_weight: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients w.r.t. the parameters, J^T g, by name; (samples, ...) each.
+        """Return per-sample gradients w.r.t. the parameters: J^T g, with the Jacobian J.
+
+        May be called several times.
 
         Args:
-            by_weight: gradients w.r.t. the weights, g, by name; (samples, ...) each.
+            by_weight: gradients g w.r.t. the computed weight and bias, by name, with as many
+                numbers per sample as the weight has: shape (samples, ...) each.
+
+        Returns:
+            Gradients by name of the parameter, shape (samples, *shape of the parameter) each; 0 for
+            one that no weight is computed from.
         """
         weights = []
         grad_weights = []
@@ -128,11 +146,18 @@ Tap = Callable[[Computed, Tensor, Tensor], Tensor]
 
 @contextmanager
 def weights_noted(modules: Collection[nn.Module], tap: Tap) -> Iterator[None]:
-    """Call ``tap`` in each call of a function of :data:`PLAIN` by one of the modules.
+    """Tap the products of layers that compute their weights, for the block below ``with``.
+
+    In each call of a function of :data:`PLAIN` by one of the modules, ``tap`` gets the weights that
+    were computed, and may return another output.
 
     Args:
         modules: layers that compute their weights, see :func:`computes_weights`.
-        tap: gets the weights of the call, its input and its output, and returns an output.
+        tap: gets the weights of the call, its input and its output, and returns the output that the
+            layer sees.
+
+    Raises:
+        RuntimeError: in the block, if a weight depends on the record.
     """
     if not modules:
         yield

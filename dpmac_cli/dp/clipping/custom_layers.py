@@ -35,7 +35,7 @@ class StandardisedConv2d(nn.Conv2d):
         self.gain = nn.Parameter(torch.ones(outputs))
 
     def standardised(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return the direction and the scale of each output's weights.
+        """Return the direction and the scale of each output's weights, before the gain.
 
         Args:
             dtype: type to compute in; None for that of the weights.
@@ -65,12 +65,14 @@ class StandardisedConv2d(nn.Conv2d):
 
 
 class Lookups(nn.Embedding):
-    """Vectors of the values of several columns, which share none. They begin at zero.
+    """Embedding of several columns of categories in one table: each column has rows of its own.
+
+    Row ``column * places + value`` is the vector of a value of a column. All begin at zero.
 
     Args:
         columns: number of columns.
-        places: number of values of each.
-        width: numbers of a vector.
+        places: number of values of each column.
+        width: number of numbers of a vector.
 
     Example:
         >>> lookups = Lookups(columns=2, places=5, width=3)
@@ -83,29 +85,35 @@ class Lookups(nn.Embedding):
         self.columns, self.places = columns, places
 
     def rows(self, places: Tensor) -> Tensor:
-        """Return the rows of the table that places are at.
+        """Return the rows of the table that hold the vectors of some values.
 
         Args:
-            places: value of each column, a number, shape (samples, columns). NaN is the first
-                value, and numbers outside of the range are the nearest one.
+            places: value of each column, a whole number from 0 in any dtype, shape
+                (samples, columns). NaN counts as value 0, and a number outside of the range as the
+                nearest value.
+
+        Returns:
+            Numbers of rows, int64, shape (samples, columns).
         """
         first_rows = torch.arange(self.columns, device=places.device) * self.places
         values = places.nan_to_num(0.0).clamp(0, self.places - 1).long()
         return values + first_rows
 
     def reset_parameters(self) -> None:
-        """Begin at zero."""
+        """Set all vectors to zero; called when the layer is created."""
         nn.init.zeros_(self.weight)
 
 
 class LinearWithPlaces(nn.Module):
-    """A linear layer whose last inputs are numbers of places, instead of zeros and a one for each.
+    """Linear layer on numbers and categories; a category is the number of its value, its place.
 
-    Where all inputs are places, there is one more, which is 0: no layer is without inputs.
+    It computes what a linear layer does whose inputs have a 1 at the place of each category and 0
+    elsewhere, but looks up the columns of its weight.
 
     Args:
-        inputs: number of inputs, with places.
-        columns: number of places, which are the last inputs.
+        inputs: number of inputs: numbers first, then places.
+        columns: number of places among them. If all inputs are places, the linear part has one
+            input, which is 0.
         places: number of values of each.
         outputs: number of outputs.
     """
@@ -117,10 +125,14 @@ class LinearWithPlaces(nn.Module):
         self.lookups = Lookups(columns, places, outputs)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of both parts: numbers, and rows of the lookups.
+        """Return the inputs of both parts of the layer.
 
         Args:
-            x: shape (samples, inputs).
+            x: inputs, shape (samples, inputs).
+
+        Returns:
+            Numbers, shape (samples, max(1, inputs - columns)); and rows of the lookups, int64,
+            shape (samples, columns).
         """
         numbers = x[:, : -self.columns]
         places = x[:, -self.columns :]
@@ -129,17 +141,17 @@ class LinearWithPlaces(nn.Module):
         return numbers, self.lookups.rows(places)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs of x, shape (samples, inputs)."""
+        """Return the outputs, shape (samples, outputs), for inputs of shape (samples, inputs)."""
         numbers, rows = self.split(x)
         return joined(self.numbers(numbers), self.lookups(rows))
 
 
 def joined(outputs: Tensor, vectors: Tensor) -> Tensor:
-    """Return the outputs of a :class:`LinearWithPlaces` from those of its parts.
+    """Return the outputs of a :class:`LinearWithPlaces` from those of its two parts.
 
     Args:
-        outputs: outputs of its numbers, shape (samples, outputs).
-        vectors: vectors of its places, shape (samples, columns, outputs).
+        outputs: outputs of its linear part, shape (samples, outputs).
+        vectors: vectors of its places, shape (samples, columns, outputs), which are added up.
     """
     return outputs + vectors.sum(1)
 
@@ -171,12 +183,16 @@ class ConstantNorm(nn.Module):
         self.eps = float(norm.eps)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Return (x - mean) / sqrt(var + eps), of shape (samples, channels, ...)."""
+        """Return (x - mean) / sqrt(var + eps), without scale and shift, in the shape of x.
+
+        Args:
+            x: inputs, shape (samples, channels, ...).
+        """
         mean, scale = self._constants(x)
         return (x - mean) * scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for x, shape (samples, channels, ...)."""
+        """Return the outputs for inputs x, shape (samples, channels, ...), in the same shape."""
         mean, scale = self._constants(x)
         weight = self._parameters["weight"]
         bias = self._parameters["bias"]
@@ -228,7 +244,15 @@ class Standardisation:
         return Standardisation(direction.to(dtype), scale.to(dtype), moves.to(dtype))
 
     def __call__(self, by_kernel: Tensor) -> dict[str, Tensor]:
-        """Map gradients w.r.t. the kernel, (samples, out, in, height, width). Overwrites them."""
+        """Return per-sample gradients w.r.t. weight and gain, from those w.r.t. W-hat.
+
+        Args:
+            by_kernel: gradients w.r.t. W-hat, shape (samples, out, in, height, width). Overwritten.
+
+        Returns:
+            "weight", shape (samples, out, fan-in), in the memory of ``by_kernel``; and "gain",
+            shape (samples, out, 1).
+        """
         g = by_kernel.flatten(2)
         along = (g * self.direction).sum(2, keepdim=True)
         g.addcmul_(self.direction, along * self.moves.unsqueeze(1), value=-1)

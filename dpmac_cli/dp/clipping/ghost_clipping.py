@@ -46,12 +46,14 @@ DOUBLE = 4
 
 
 class UseSizes(NamedTuple):
-    """Public sizes of a layer's uses. The choice of a form depends on nothing else.
+    """Public sizes of a layer's uses by one sample, which decide how its norms are computed.
+
+    Costs are in multiplications, for one sample's gradient G_i or its norm.
 
     Attributes:
-        positions: T, over all uses and rows of a sample.
-        inputs: K, per position.
-        outputs: O.
+        positions: number T of positions, over all uses and rows of a sample.
+        inputs: number K of inputs per position.
+        outputs: number O of outputs per position.
         gram: cost of a norm from Gram matrices, in multiplications.
         pairs: cost of a norm from pairs of positions, in multiplications.
 
@@ -69,22 +71,22 @@ class UseSizes(NamedTuple):
 
     @property
     def product(self) -> int:
-        """Return the number of multiplications for one G_i."""
+        """Return the cost of the products of one gradient G_i, T K O multiplications."""
         return self.positions * self.inputs * self.outputs
 
     def instantiating(self, ball: bool) -> int:
-        """Return the cost of writing G_i and reading it once, in multiplications.
+        """Return the cost of writing G_i to memory and reading it once, in multiplications.
 
         Args:
-            ball: whether it is read for a norm in a ball.
+            ball: whether it is read for a norm in a ball, which takes fewer passes.
         """
         return self.product + PASSES[ball] * self.inputs * self.outputs
 
     def norm(self, ball: bool) -> float:
-        """Return the cost of the cheapest norm, in multiplications.
+        """Return the cost of the norm of one G_i by the cheapest method, in multiplications.
 
         Args:
-            ball: whether it is a norm in a ball.
+            ball: whether it is a norm in a ball, where Gram matrices do, or in an ellipsoid.
         """
         without_writing = self.gram if ball else self.pairs
         return min(self.instantiating(ball), without_writing)
@@ -101,11 +103,15 @@ class UseSizes(NamedTuple):
 
 
 def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
-    """Return the sizes of a layer whose gradients are sums of outer products; None for others.
+    """Return the sizes of a layer whose gradients are sums of outer products.
 
     Args:
         layer: the layer.
-        uses: its uses by all samples of a chunk, of one module.
+        uses: its uses by all samples of a chunk, at least one, all of one module.
+
+    Returns:
+        None for other layers: those that are neither Linear nor a convolution with one group, that
+        compute their weight, or whose weight is not trained.
     """
     module: Any = uses[0].module
     convolution = type(module) in CONVOLUTIONS and module.groups == 1
@@ -115,7 +121,10 @@ def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
         return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
-    output_numbers = sum(use.grad_output[0].numel() * use.rows for use in uses)  # of a sample
+    output_numbers = 0  # of a sample
+    for use in uses:
+        numbers_of_row = use.grad_output[0].numel()
+        output_numbers += numbers_of_row * use.rows
     t = output_numbers // outputs
     by_inputs = t * t * k
     if convolution and _single(uses):
@@ -123,12 +132,13 @@ def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
         taps = math.prod(module.kernel_size)
         pairs_of_pixels = math.prod(image) ** 2
         by_inputs = pairs_of_pixels * channels + 4 * taps * t * t
+    by_outputs = t * t * outputs
     pairs_of_positions = t * (t + 1) // 2 + t
     return UseSizes(
         positions=t,
         inputs=k,
         outputs=outputs,
-        gram=DOUBLE * (by_inputs + t * t * outputs),
+        gram=DOUBLE * (by_inputs + by_outputs),
         pairs=pairs_of_positions * k * outputs,
     )
 
@@ -140,7 +150,10 @@ def _single(uses: Sequence[Use]) -> bool:
 
 @dataclass(frozen=True)
 class PositionProducts:
-    """Gradients of a Linear layer or a convolution that is used at several positions.
+    """Form of the gradients of a Linear layer or a convolution that is used at several positions.
+
+    Gradients G_i = sum_t delta_it a_it^T are not stored, see the module. A form is described by
+    :class:`.PerSampleGradients`.
 
     Attributes:
         layer: the layer.
@@ -153,7 +166,11 @@ class PositionProducts:
     sizes: UseSizes
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute norms of a few samples at a time, with the cheapest method."""
+        """Return squared whitened norms, computed for a few samples at a time, by the cheapest way.
+
+        Args:
+            metric: metric of this layer's coordinates.
+        """
         sizes = self.sizes
         ball = metric.centre is None
         numbers: float = sizes.positions * (sizes.inputs + sizes.outputs)  # per sample
@@ -167,7 +184,15 @@ class PositionProducts:
         return SquaredNorms.of(norms_of(uses, metric) for uses in self._groups(numbers))
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute the plain weight gradient with c_i delta_it, :data:`ADDED` samples at a time."""
+        """Write sum_i c_i G_i: the plain weight gradient with c_i delta_it as output gradients.
+
+        Products of :data:`ADDED` samples are added up in float64.
+
+        Args:
+            c: factors c_i, shape (samples,); 0 where not valid.
+            valid: mask of finite samples; None if all are finite.
+            out: memory for the result, the layer's slice, shape (d_layer,). Overwritten.
+        """
         c = c.to(self.uses[0].grad_output.dtype)
         several = len(self.uses) > 1 or len(c) > ADDED
         total: dict[str, Tensor] = {}
@@ -185,8 +210,9 @@ class PositionProducts:
             out[part] = total[name].flatten()
 
     def double(self) -> "PositionProducts":
-        """Return the gradients in float64."""
-        return replace(self, uses=tuple(use.double() for use in self.uses))
+        """Return the same form, whose uses are in float64."""
+        uses = [use.double() for use in self.uses]
+        return replace(self, uses=tuple(uses))
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
@@ -198,14 +224,16 @@ class PositionProducts:
         """Return output gradients by position, (samples, T, O)."""
         parts = []
         for use in uses:
-            parts.append(unfold.gradients_by_position(use.module, use.grad_output, use.rows))
+            by_position = unfold.gradients_by_position(use.module, use.grad_output, use.rows)
+            parts.append(by_position)
         return join_positions(parts)
 
     def _inputs(self, uses: Sequence[Use]) -> Tensor:
         """Return inputs by position, (samples, T, K)."""
         parts = []
         for use in uses:
-            parts.append(unfold.inputs_by_position(use.module, use.inputs, use.rows))
+            by_position = unfold.inputs_by_position(use.module, use.inputs, use.rows)
+            parts.append(by_position)
         return join_positions(parts)
 
     def _reach(self, metric: LayerMetric, grad_output: Tensor, a: Tensor) -> Tensor:
@@ -232,14 +260,19 @@ class PositionProducts:
             whitened = grad_output * largest.double().sqrt()
             by_grad_output = vector_norm(whitened, dim=2)
         squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
-        by_input = squares.add_(float("bias" in parts)).sqrt_()
-        reach: Tensor = (by_grad_output * by_input).sum(1).square_()
+        input_of_bias = float("bias" in parts)
+        by_input = squares.add_(input_of_bias).sqrt_()
+        products = by_grad_output * by_input
+        reach: Tensor = products.sum(1).square_()
         return reach
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from pairs of positions, see :class:`.OuterProducts`."""
-        bias = "bias" in self.layer.parameters
-        products = OuterProducts(self._grad_outputs(uses), self._inputs(uses), bias)
+        products = OuterProducts(
+            grad_output=self._grad_outputs(uses),
+            a=self._inputs(uses),
+            bias="bias" in self.layer.parameters,
+        )
         return products.squared_norms(metric)
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
@@ -253,8 +286,9 @@ class PositionProducts:
             gram = a @ a.mT
         if "bias" in self.layer.parameters:
             gram += 1  # the input of a bias at every position
+        gram_of_outputs = grad_output @ grad_output.mT
         terms = self.sizes.positions + self.sizes.inputs + self.sizes.outputs
-        return norms_by_gram(grad_output @ grad_output.mT, gram, terms, metric)
+        return norms_by_gram(gram_of_outputs, gram, terms, metric)
 
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
@@ -270,13 +304,16 @@ class PositionProducts:
         if "bias" in self.layer.parameters:
             total += metric.squares(grad_output.sum(1), self.layer.slices["bias"])
         for samples, outputs in self._pieces(grad_output):
-            products = OuterProducts(grad_output[samples, :, outputs], a[samples], bias=False)
+            piece = grad_output[samples, :, outputs]
+            products = OuterProducts(piece, a[samples], bias=False)
             g = products.weights().flatten(1)
             weights = slice(outputs.start * inputs, outputs.stop * inputs)
-            total[samples] += metric.squares(g, weights, out=g)
+            total[samples] += metric.squares(g, weights, scratch=g)
         u = roundoff(self.sizes.positions, grad_output.dtype)
-        off = reach.sqrt().mul_(u)
-        slack = off * (2 * total.sqrt() + off) + roundoff(ROW, grad_output.dtype) * total
+        error_of_norm = reach.sqrt().mul_(u)
+        error_of_gradient = error_of_norm * (2 * total.sqrt() + error_of_norm)
+        error_of_sum = roundoff(ROW, grad_output.dtype) * total
+        slack = error_of_gradient + error_of_sum
         return SquaredNorms(total, slack, reach)
 
     def _pieces(self, grad_output: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -287,9 +324,12 @@ class PositionProducts:
         samples = max(1, room // numbers)
         pieces = -(-numbers // room)  # of G_i, rounded up
         step = -(-outputs // pieces)
-        for o in range(0, outputs, step):
-            for i in range(0, len(grad_output), samples):
-                yield slice(i, i + samples), slice(o, min(o + step, outputs))
+        for first_output in range(0, outputs, step):
+            end = min(first_output + step, outputs)
+            some_outputs = slice(first_output, end)
+            for first_sample in range(0, len(grad_output), samples):
+                some_samples = slice(first_sample, first_sample + samples)
+                yield some_samples, some_outputs
 
     def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
         """Return the sums over samples and positions of c_i delta_it a_it^T, and of c_i delta_it.
@@ -304,26 +344,32 @@ class PositionProducts:
         """
         module: Any = use.module
         c = c.repeat_interleave(use.rows)  # one for each row
-        finite = None if finite is None else finite.repeat_interleave(use.rows)
-        a, grad_output = kept(use.inputs, finite), kept(use.grad_output, finite)
-        grad_output = grad_output * c.view(-1, *[1] * (grad_output.ndim - 1))
+        if finite is not None:
+            finite = finite.repeat_interleave(use.rows)
+        a = kept(use.inputs, finite)
+        finite_gradients = kept(use.grad_output, finite)
+        other_dimensions = [1] * (finite_gradients.ndim - 1)
+        grad_output = finite_gradients * c.view(-1, *other_dimensions)
         many_terms = grad_output.numel() > FEW_TERMS * self.sizes.outputs
         if type(module) is not nn.Linear and many_terms:
             weight = unfold.kernel_gradient(module, a, grad_output, module.weight.shape)
-            bias = grad_output.transpose(0, 1).flatten(1).sum(1)
-            return {"weight": weight.flatten(1), "bias": bias}
-        grad_output = unfold.gradients_by_position(module, grad_output).flatten(0, 1)
-        a = unfold.inputs_by_position(module, a).flatten(0, 1)
-        return {"weight": grad_output.T @ a, "bias": grad_output.sum(0)}
+            by_output = grad_output.transpose(0, 1).flatten(1)
+            return {"weight": weight.flatten(1), "bias": by_output.sum(1)}
+        outputs_by_position = unfold.gradients_by_position(module, grad_output)
+        inputs_by_position = unfold.inputs_by_position(module, a)
+        deltas = outputs_by_position.flatten(0, 1)
+        inputs = inputs_by_position.flatten(0, 1)
+        return {"weight": deltas.T @ inputs, "bias": deltas.sum(0)}
 
 
 def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) -> SquaredNorms:
-    """Return norms of G_i = sum_t l_t r_t^T in a ball, as sum_tt' <l_t, l_t'> <r_t, r_t'>.
+    """Return squared norms of G_i = sum_t l_t r_t^T in a ball: sum_tt' <l_t, l_t'> <r_t, r_t'>.
 
     Args:
-        left: Gram matrices of l, float64, shape (samples, T, T). Consumed.
-        right: those of r, in the same form.
-        terms: number of terms of the sums in a norm.
+        left: Gram matrices <l_t, l_t'> of the left factors of each sample, float64, shape
+            (samples, T, T). Overwritten.
+        right: Gram matrices of the right factors, in the same form.
+        terms: number of terms of the sums in a norm, for the bound on rounding.
         metric: metric of the ball.
     """
     products = left.mul_(right)
@@ -336,10 +382,11 @@ def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) 
 
 
 def join_positions(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the positions of several uses, shape (samples, T, ...).
+    """Return the positions of several uses of a layer one after another, shape (samples, T, ...).
 
     Args:
-        parts: positions of each use, shape (samples, positions, ...); at least one.
+        parts: inputs or output gradients of each use by position, shape
+            (samples, positions, ...); at least one. A single one is returned as it is.
     """
     if len(parts) == 1:
         return parts[0]

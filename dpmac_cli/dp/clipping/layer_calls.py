@@ -51,9 +51,16 @@ Tap = Callable[[nn.Module | Computed, Tensor, Tensor], Tensor]
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
-    """Return the parts of a sequence of known layers; None for any other network.
+    """Return the parts of a network that is a sequence of known layers, which run on a whole chunk.
 
-    It has no hooks, not even those of all modules, because they would see several samples.
+    Known are layers with a rule, and modules of torch that act on each row alone. None may have
+    hooks, not even those of all modules, because they would see several samples.
+
+    Args:
+        model: a network; sequences may be nested.
+
+    Returns:
+        Its layers in the order in which they run; None for any other network.
 
     Example:
         >>> chain = chain_of(nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 2), nn.ReLU())))
@@ -89,10 +96,10 @@ def _acts_on_rows(module: Any) -> bool:
 
 
 def calls_of(part: nn.Module, x: Tensor) -> tuple[list[tuple[nn.Module, Tensor, Tensor]], Tensor]:
-    """Run a part of a chain on all rows of a chunk.
+    """Run a part of a chain on all rows of a chunk, and return the calls of layers in it.
 
     Args:
-        part: see :func:`chain_of`.
+        part: one of the parts that :func:`chain_of` returns.
         x: its input, shape (rows, ...).
 
     Returns:
@@ -118,7 +125,7 @@ def _requiring_grad(out: Tensor) -> Tensor:
 
 
 def known_layers(layers: Sequence[Layer]) -> set[str]:
-    """Return the names of the layers whose gradients follow from calls by a rule.
+    """Return the names of those layers whose per-sample gradients follow from calls by a rule.
 
     Args:
         layers: layers of a model, see :func:`~dpmac_cli.dp.clipping.layers.find_layers`.
@@ -150,6 +157,10 @@ def calls_by_module(
         called: module of each call, or the weights that it computed.
         inputs: input of each call, shape (samples, ...).
         grad_outputs: gradient of the loss w.r.t. the output of each call, shape (samples, ...).
+
+    Returns:
+        For each module a list of its calls: input, gradient w.r.t. the output, and the weights that
+        it computed, None for a layer that computes none.
     """
     calls = Calls(list)
     for callee, a, grad_output in zip(called, inputs, grad_outputs, strict=True):
@@ -161,11 +172,14 @@ def calls_by_module(
 
 
 def uses_of(layer: Layer, calls: Calls) -> list[Use]:
-    """Return the uses of a recorded layer, one for each call of one of its modules.
+    """Return the uses of a recorded layer by a chunk, one for each call of one of its modules.
 
     Args:
         layer: a layer of :func:`known_layers`.
         calls: calls of a chunk, see :func:`calls_by_module`.
+
+    Returns:
+        Uses in the order of the layer's modules, and of their calls; [] if none was called.
     """
     uses = []
     for module in layer.called:
@@ -183,12 +197,15 @@ def uses_of(layer: Layer, calls: Calls) -> list[Use]:
 def gradients_of_sample(
     layer: Layer, gradients: Sequence[Use] | Tensor, sample: int
 ) -> Sequence[Tensor]:
-    """Return the gradients of one sample by parameter, each of them flat.
+    """Return one sample's gradients w.r.t. the parameters of a layer, written out.
 
     Args:
         layer: the layer.
-        gradients: its uses, or its gradients, shape (samples, d_layer).
-        sample: number of the sample in its chunk.
+        gradients: its uses by a chunk, at least one; or its gradients, shape (samples, d_layer).
+        sample: number of the sample in its chunk, from 0.
+
+    Returns:
+        One tensor per parameter, in theta's order, shape (size of the parameter,).
     """
     if isinstance(gradients, Tensor):
         return [gradients[sample, part] for part in layer.slices.values()]
@@ -202,12 +219,14 @@ def tapped(
     by_function: Collection[str],
     tap: Tap,
 ) -> Iterator[None]:
-    """Call ``tap`` in each call of recorded layers, for the block below ``with``.
+    """Call a function in each call of some layers, for the block below ``with``.
 
     Args:
         recorded: layers whose calls are recorded.
-        by_function: names of those whose products are computed by ``F.linear``, not by a call.
-        tap: gets module, input and output, and returns the output that the network sees.
+        by_function: names of those that the network does not call: it passes their weight to
+            ``F.linear``.
+        tap: the function. It gets the module, or the weights that it computed, its input and its
+            output, and returns the output that the network sees. Not called without gradients.
     """
 
     def hook(module: nn.Module, inputs: Any, named: Any, out: Tensor) -> Tensor:

@@ -55,23 +55,29 @@ class PerSampleGradients(Protocol):
     """Per-sample gradients of one layer for a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return ||(g_i - m)/b||^2 over this layer times the metric's factor, with bounds.
+        """Return ||(g_i - m)/b||^2 over this layer, times the metric's factor, with bounds.
+
+        g_i is the gradient of sample i, m the centre of the ellipsoid and b its scale.
 
         Args:
             metric: metric of this layer's coordinates.
+
+        Returns:
+            Squared norms, float64, shape (samples,).
         """
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Write the sum of c_i g_i over the valid samples into ``out``: of lines 7 and 10.
+        """Write the sum of c_i g_i over the valid samples into ``out``: lines 7 and 10.
 
         Args:
-            c: weights c_i, shape (samples,); 0 where not valid.
-            valid: mask of finite samples; None if all are finite. The others add exactly 0.
-            out: the layer's slice, shape (d_layer,).
+            c: factors c_i, shape (samples,); 0 where not valid.
+            valid: mask of finite samples, bool, shape (samples,); None if all are finite. The
+                others add exactly 0.
+            out: memory for the result, the layer's slice of a sum, shape (d_layer,). Overwritten.
         """
 
     def double(self) -> "PerSampleGradients":
-        """Return the same gradients, in float64."""
+        """Return the same form, whose gradients are in float64."""
 
 
 #: Layers, each with its per-sample gradients for a chunk.
@@ -79,11 +85,11 @@ ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 
 def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
-    """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric.
+    """Return the squared whitened norms ||(g_i - m)/b||^2 of a chunk's gradients: line 7.
 
     Args:
-        gradients: layers with their gradients, at least one.
-        metric: metric of all coordinates.
+        gradients: all layers with the gradients of a chunk, at least one.
+        metric: metric of the ellipsoid with centre m and scale b.
     """
     total = reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
     factor = metric.region.factor.double()
@@ -96,7 +102,9 @@ def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorm
 
 @dataclass(frozen=True)
 class Instantiated:
-    """Instantiated gradients: all of them, or some samples at a time if they are too large.
+    """Form of gradients that are written out: all of them, or some samples' at a time.
+
+    A form is described by :class:`PerSampleGradients`.
 
     Attributes:
         pieces: yields the gradients of a few samples at a time, with the same floats every time, so
@@ -113,11 +121,21 @@ class Instantiated:
     pieces: Callable[[], Iterable[ByParameter]]
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute the norms directly; nothing cancels."""
+        """Return squared whitened norms, computed directly from g_i - m, so that nothing cancels.
+
+        Args:
+            metric: metric of this layer's coordinates.
+        """
         return SquaredNorms.of(_norms(piece, metric) for piece in self.pieces())
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute one matrix-vector product per parameter of a piece."""
+        """Write the sum of c_i g_i: one matrix-vector product per parameter of a piece.
+
+        Args:
+            c: factors c_i, shape (samples,).
+            valid: mask of finite samples; None if all are finite.
+            out: memory for the result, the layer's slice, shape (d_layer,). Overwritten.
+        """
         out.zero_()
         begin = 0
         for piece in self.pieces():
@@ -128,7 +146,7 @@ class Instantiated:
             begin = rows.stop
 
     def double(self) -> "Instantiated":
-        """Return the gradients in float64."""
+        """Return the same form, whose gradients are converted to float64 when they are read."""
 
         def pieces() -> Iterator[ByParameter]:
             for piece in self.pieces():
@@ -159,15 +177,16 @@ def _norms(columns: ByParameter, metric: LayerMetric) -> SquaredNorms:
 
 
 def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> PerSampleGradients:
-    """Return the cheapest form that the layer's type, its shapes and its uses allow.
+    """Return a layer's per-sample gradients of a chunk, in the form whose norms and sum cost least.
 
-    Values decide nothing, so the form reveals nothing of the records but their number.
+    The layer's type, shapes and number of uses decide, and no value, so the form reveals nothing of
+    the records but their number.
 
     Args:
         layer: the layer.
-        uses: all uses in a forward pass, at least one; or the instantiated gradients, shape
-            (samples, d_layer), which are overwritten at the padding.
-        ball: whether norms are taken in a ball.
+        uses: all its uses in a forward pass, at least one; or its gradients, written out, shape
+            (samples, d_layer), which are set to 0 at the padding.
+        ball: whether norms will be those in a ball, instead of an ellipsoid.
     """
     if isinstance(uses, Tensor):
         uses[:, layer.skipped] = 0  # also where a record makes the network read it otherwise

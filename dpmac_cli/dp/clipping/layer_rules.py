@@ -55,13 +55,17 @@ KNOWN = frozenset({"weight", "bias", "gain"})
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of layer types.
+    """Return a decorator that registers a function as the gradient rule of some layer types.
+
+    The function gets a module and a :class:`Use` of it, and returns the gradients of each sample by
+    parameter name, shape (samples, ...) each, or outer products for a weight.
 
     Args:
-        kinds: exact types. A subclass has no rule, because its forward may be another one.
+        kinds: exact types. A subclass has no rule, because its forward may be another one. A type
+            that has a rule gets the new one.
 
     Returns:
-        A decorator, which returns its function.
+        The decorator, which returns its function unchanged.
     """
 
     def register(function: Rule) -> Rule:
@@ -100,7 +104,7 @@ class Use:
     def of(
         module: Any, inputs: Tensor, grad_output: Tensor, computed: Computed | None = None
     ) -> "Use":
-        """Return the use of a module by one call for each sample.
+        """Return the use of a module by a chunk, of which each sample called it once.
 
         Layers on the last dimensions get shape (samples, positions, ...), so that a sample has one
         row; convolutions and norms of channels get one row for each of the leading dimensions.
@@ -109,7 +113,7 @@ class Use:
             module: a module with a rule.
             inputs: its input, shape (samples, ...).
             grad_output: gradient of the loss w.r.t. its output, shape (samples, ...).
-            computed: see :class:`Use`.
+            computed: weights of the call, if the layer computes them; None for others.
         """
         samples = len(grad_output)
         if isinstance(module, nn.Linear):
@@ -132,11 +136,15 @@ class Use:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of the chunk."""
         return len(self.grad_output) // self.rows
 
     def part(self, samples: slice) -> "Use":
-        """Return the use by some samples, ``slice(begin, end)``; tensors are views."""
+        """Return the use by some of the samples; its tensors are views.
+
+        Args:
+            samples: ``slice(begin, end)`` of the samples; no step.
+        """
         rows = slice(samples.start * self.rows, samples.stop * self.rows)
         return replace(
             self,
@@ -145,7 +153,7 @@ class Use:
         )
 
     def double(self) -> "Use":
-        """Return the use in float64."""
+        """Return the same use, whose inputs and gradients are in float64."""
         return replace(
             self,
             inputs=self.inputs.double(),
@@ -154,11 +162,14 @@ class Use:
 
 
 def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
-    """Yield the uses of a layer by some samples at a time.
+    """Yield a layer's uses for one group of samples after the other.
 
     Args:
         uses: uses by all samples of a chunk, at least one.
-        samples: number of samples at a time; the last group may have fewer.
+        samples: number of samples of a group, at least 1; the last group may have fewer.
+
+    Yields:
+        As many uses as there are, each by the samples of the group; views.
     """
     for begin in range(0, uses[0].samples, samples):
         some = slice(begin, begin + samples)
@@ -166,15 +177,16 @@ def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
 
 
 def instantiate(layer: Layer, uses: Sequence[Use], samples: int | None = None) -> ByParameter:
-    """Return the gradients of samples, summed over uses and rows.
+    """Return a layer's per-sample gradients, written out, summed over uses and rows of a sample.
 
     Args:
-        layer: the layer.
+        layer: the layer, whose modules have a rule.
         uses: its uses by all samples of a chunk, at least one.
-        samples: number of samples at a time, so that pieces stay in a cache; None for all.
+        samples: number of samples to process at a time, so that pieces stay in a cache; None for
+            all. The result does not depend on it, except for rounding.
 
     Returns:
-        One tensor for each parameter, in theta's order, shape (samples, numbers).
+        One tensor for each parameter, in theta's order, shape (samples, size of the parameter).
     """
     grad_output = uses[0].grad_output
     through = None

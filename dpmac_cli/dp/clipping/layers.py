@@ -55,18 +55,18 @@ class Layer:
 
     @property
     def stop(self) -> int:
-        """Return the end of the layer's slice."""
+        """Return the end of the layer's slice ``start:stop`` of theta."""
         return self.start + sum(p.numel() for p in self.parameters.values())
 
     @property
     def size(self) -> int:
-        """Return the number of coordinates that are trained."""
+        """Return the number of the layer's coordinates that are trained: all but the padding."""
         padding: int = self.skipped.stop - self.skipped.start
         return self.stop - self.start - padding
 
     @property
     def slices(self) -> dict[str, slice]:
-        """Return the slice of each parameter within the layer's slice."""
+        """Return the slice of each parameter by name, counted from the begin of the layer's."""
         slices = {}
         begin = 0
         for name, p in self.parameters.items():
@@ -76,7 +76,10 @@ class Layer:
 
     @property
     def skipped(self) -> slice:
-        """Return the slice of the padding within the layer's slice; an empty one without it."""
+        """Return the slice of the padding, counted from the begin of the layer's slice.
+
+        Without padding, it is ``slice(0, 0)``.
+        """
         if self.padding is None:
             return slice(0, 0)
         width = self.parameters["weight"].shape[1]
@@ -85,7 +88,11 @@ class Layer:
 
 
 def skipped_by(layers: Iterable[Layer]) -> list[slice]:
-    """Return the slices of theta that are never trained, in order."""
+    """Return the slices of theta that are never trained, the padding of embeddings, in order.
+
+    Args:
+        layers: layers of a network, in the order of their slices.
+    """
     gaps = []
     for layer in layers:
         if layer.padding is not None:
@@ -95,7 +102,7 @@ def skipped_by(layers: Iterable[Layer]) -> list[slice]:
 
 
 def blocks(size: int, device: torch.device, skipped: Sequence[slice] = ()) -> list[slice]:
-    """Split a vector into slices of about :data:`BLOCK` coordinates, which stay in a cache.
+    """Return slices of about :data:`BLOCK` coordinates of a vector, which stay in a CPU's cache.
 
     Args:
         size: number of coordinates.
@@ -238,13 +245,13 @@ def flatten_parameters(layers: Iterable[Layer]) -> Tensor:
 
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Turn off ``requires_grad`` of trained parameters, and on again at the end.
+    """Turn off ``requires_grad`` of trained parameters in a ``with`` block, and on again after it.
 
-    Their gradients are computed per sample. Outside, a program sees what it trains, and can freeze
-    it.
+    Inside, their gradients are computed per sample. Outside, a program sees which parameters it
+    trains, and can freeze some.
 
     Args:
-        parameters: trained parameters.
+        parameters: the trained parameters, all of which have ``requires_grad`` afterwards.
     """
     try:
         for p in parameters:

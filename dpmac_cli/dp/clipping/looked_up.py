@@ -14,7 +14,9 @@ from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, r
 
 @dataclass(frozen=True)
 class LookedUp:
-    """Gradients of :class:`~dpmac_cli.dp.clipping.custom_layers.Lookups` of a chunk of samples.
+    """Form of the gradients of :class:`~dpmac_cli.dp.clipping.custom_layers.Lookups` of a chunk.
+
+    A form is described by :class:`.PerSampleGradients`.
 
     A sample reads one row for each column and view. Only views of a sample may read the same row.
     The gradient of a row is the sum h of the gradients g of its vectors, so
@@ -42,11 +44,12 @@ class LookedUp:
 
     @staticmethod
     def of(rows: Tensor, vectors: Tensor, columns: int) -> "LookedUp":
-        """Return the gradients of all vectors of a sample side by side, views one after another.
+        """Return the form for lookups of which those of a sample's views are one after another.
 
         Args:
-            rows: shape (samples, views * columns).
-            vectors: shape (samples, views * columns, width).
+            rows: rows of the table that are read, int64, shape (samples, views * columns).
+            vectors: gradients w.r.t. the vectors that they hold, shape
+                (samples, views * columns, width).
             columns: number of columns, which never share a row.
         """
         by_view = (-1, columns)
@@ -56,18 +59,25 @@ class LookedUp:
         )
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute norms from the rows that a sample reads."""
+        """Return squared whitened norms, computed from the rows that a sample reads, in float64.
+
+        Args:
+            metric: metric of the table's coordinates.
+        """
         g = self.vectors.double()
         views = self.vectors.shape[1]
         inverse = metric.inverse.double()
         if metric.centre is not None:
             inverse = self._rows_of(metric.inverse)
-        by_view = (g.square() * inverse).sum((2, 3))
+        squares = g.square() * inverse
+        by_view = squares.sum((2, 3))
         value = by_view.sum(1)
         if views > 1:
-            value = (self._summed(g) * g * inverse).sum((1, 2, 3))
+            products = self._summed(g) * g * inverse
+            value = products.sum((1, 2, 3))
         if metric.centre_inverse is not None:
-            cross = (g * self._rows_of(metric.centre_inverse)).sum((1, 2, 3))
+            products_with_centre = g * self._rows_of(metric.centre_inverse)
+            cross = products_with_centre.sum((1, 2, 3))
             value = value.sub_(cross, alpha=2).add_(metric.s3)
         # By the triangle and the Cauchy-Schwarz inequality. m A has the precision of the metric.
         reach = by_view.sqrt().sum(1)
@@ -79,16 +89,25 @@ class LookedUp:
         return SquaredNorms(value, slack, reach)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Add up vectors by their row, in float64."""
-        weighted = kept(self.vectors.double() * c.double().view(-1, 1, 1, 1), valid)
+        """Write the sum of c_i g_i, whose vectors are added up by their row, in float64.
+
+        Args:
+            c: factors c_i, shape (samples,).
+            valid: mask of finite samples; None if all are finite.
+            out: memory for the result, the layer's slice, shape (d_layer,). Overwritten.
+        """
+        of_samples = c.double().view(-1, 1, 1, 1)
+        weighted = kept(self.vectors.double() * of_samples, valid)
         width = self.vectors.shape[3]
         table_rows = len(out) // width
         total = weighted.new_zeros(table_rows, width)
-        total.index_add_(0, self.rows.flatten(), weighted.flatten(0, 2))
+        rows = self.rows.flatten()
+        vectors = weighted.flatten(0, 2)
+        total.index_add_(0, rows, vectors)
         out.copy_(total.flatten())
 
     def double(self) -> "LookedUp":
-        """Return the gradients in float64."""
+        """Return the same form, whose gradients are in float64."""
         return LookedUp(self.rows, self.vectors.double())
 
     def _summed(self, g: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b.T + bias, shape (..., columns).
+    """Return a @ b.T + bias, shape (..., columns), of which no row rounds another.
+
+    On a CPU in float32 by oneDNN, where torch has it; otherwise by ``F.linear``.
 
     Args:
         a: shape (..., terms).
@@ -56,19 +58,28 @@ FULL_WIDTH = "cpu family\t: 26\n"
 
 @cache
 def onednn_is_faster() -> bool:
-    """Return whether oneDNN saves more time than a copy of the product takes."""
+    """Return whether oneDNN on this processor saves more time than a copy of its product takes.
+
+    It is so on AMD's Zen 5 with AVX-512; determined once in a process.
+    """
     listed = Path("/proc/cpuinfo")
     wide = listed.exists() and FULL_WIDTH in listed.read_text()
     return _ONEDNN and wide and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write a.T @ b to ``out``, shape (rows, columns). Its rows may round each other.
+    """Write a.T @ b to ``out``; its rows may round each other.
 
     Args:
         a: shape (terms, rows).
         b: shape (terms, columns).
-        out: shape (rows, columns), contiguous.
+        out: memory for the result, shape (rows, columns), contiguous. Overwritten.
+
+    Example:
+        >>> out = torch.empty(1, 2)
+        >>> multiply(torch.tensor([[2.0]]), torch.tensor([[3.0, 4.0]]), out)
+        >>> out
+        tensor([[6., 8.]])
     """
     in_float32 = a.device.type == "cpu" and a.dtype == torch.float32
     if not (in_float32 and onednn_is_faster()):
@@ -112,7 +123,9 @@ class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         return func(*args, **(kwargs or {}))
 
     def linear(self, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return a @ weight.T + bias, see :func:`matmul`.
+        """Return a @ weight.T + bias, shape (rows, columns), by :func:`matmul`.
+
+        It counts for :attr:`needed`, as products that the mode sees do.
 
         Args:
             a: shape (rows, terms).
@@ -128,10 +141,11 @@ class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 @contextmanager
 def product_of_rows() -> Iterator[Callable[..., Tensor]]:
-    """Yield the product x @ weight.T + bias for many small operations on tensors.
+    """Yield a function (x, weight, bias) that returns x @ weight.T + bias, for a ``with`` block.
 
-    It is that of :class:`RowProducts` where this is the only mode. The mode then does not look at
-    each operation, which takes 5 us. Elsewhere it is ``F.linear``.
+    The block is one with many small operations. The function is :meth:`RowProducts.linear` where
+    that is torch's only mode, which then does not look at each operation of the block, which takes
+    5 us. Elsewhere it is ``F.linear``.
     """
     modes = _get_current_dispatch_mode_stack()
     if len(modes) == 1 and isinstance(modes[0], RowProducts):
@@ -170,10 +184,13 @@ class _Linear(torch.autograd.Function):
 
 
 def apply(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the outputs of a module without hooks, whose parameters get no gradients.
+    """Return the outputs of a module, with gradients w.r.t. its inputs alone.
+
+    A Linear layer runs by :func:`matmul`, and no hook of it is called. Any other module is called.
 
     Args:
-        module: a known layer, or a module without parameters.
+        module: a layer of which :func:`~dpmac_cli.dp.clipping.layer_calls.chain_of` knows that it
+            acts on each row alone.
         x: its inputs, shape (rows, ...).
     """
     if type(module) is nn.Linear:

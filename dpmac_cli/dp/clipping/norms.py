@@ -24,7 +24,9 @@ ROW = 256
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """Computed ||(g_i - m)/b||^2 in float64, with bounds on rounding.
+    """Squared whitened norms ||(g_i - m)/b||^2 of a chunk's samples, with bounds on rounding.
+
+    All are float64. They can be added, for gradients whose coordinates are in several layers.
 
     Attributes:
         value: squared norms, shape (samples,).
@@ -38,7 +40,7 @@ class SquaredNorms:
     reach: Tensor
 
     def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
-        """Return the norms over the coordinates of both."""
+        """Return the norms of the same samples over the coordinates of both."""
         return SquaredNorms(
             value=self.value + other.value,
             slack=self.slack + other.slack,
@@ -62,9 +64,10 @@ class SquaredNorms:
 
 @dataclass(frozen=True, eq=False)
 class LayerMetric:
-    """Whitened metric of one layer. Norms computed with A must be divided by the region's factor.
+    """Metric A = factor / b^2 of one layer's coordinates, in which gradients have whitened norms.
 
-    A ball has one A for all coordinates and no centre.
+    For an ellipsoid with centre m and scale b = sqrt(factor / A), norms computed with A must be
+    divided by the factor. A ball has one A for all coordinates and no centre.
 
     Attributes:
         inverse: A = factor / b^2, shape (d_layer,); shape () for a ball.
@@ -80,27 +83,38 @@ class LayerMetric:
     s3: Tensor
     largest: Tensor
 
-    def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
-        """Return squared norms of g - m in A over some coordinates, float64, (samples,).
+    def squares(
+        self,
+        g: Tensor,
+        part: slice = slice(None),
+        scratch: Tensor | None = None,
+    ) -> Tensor:
+        """Return sum_j (g_j - m_j)^2 A_j of each sample over some coordinates j of the layer.
 
         Args:
             g: gradients, shape (samples, coordinates).
-            part: the layer's coordinates that ``g`` has.
-            out: memory that may be overwritten, in the shape of ``g``; None to allocate it.
+            part: slice of the layer's coordinates that ``g`` has; all by default.
+            scratch: memory that is overwritten with intermediate results, in the shape of ``g``,
+                which it may be; None to allocate it.
+
+        Returns:
+            Squared norms times the factor of the ellipsoid, float64, shape (samples,).
         """
         if self.centre is None:
             return row_squares(g).mul_(self.inverse)
-        squares = torch.sub(g, self.centre[part], out=out).square_()
+        centred = torch.sub(g, self.centre[part], out=scratch)
+        squares = centred.square_()
         return row_sums(squares.mul_(self.inverse[part]))
 
 
 class RegionMetric:
-    """Metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
+    """Metrics of all layers in one step's ellipsoid, each computed once and used by every chunk.
 
     Args:
-        region: the ellipsoid.
+        region: the ellipsoid, with centre m and scale b.
         dtype: dtype of the metrics; None for that of the ellipsoid.
-        scratch: memory for m A, of the shape of the centre; None to allocate it.
+        scratch: memory for m A, with A = factor / b^2, of the shape of the centre; in use as long
+            as the metrics are. None to allocate it.
     """
 
     def __init__(
@@ -113,7 +127,7 @@ class RegionMetric:
         self._layers: dict[str, LayerMetric] = {}
 
     def of(self, layer: Layer) -> LayerMetric:
-        """Return the metric of one layer, computed once.
+        """Return the metric of one layer's coordinates; a second call returns the same object.
 
         Args:
             layer: layer of the network whose ellipsoid this is.
@@ -123,7 +137,7 @@ class RegionMetric:
         return self._layers[layer.name]
 
     def centre_norm(self, layers: list[Layer]) -> Tensor:
-        """Return ||m/b||, float64, shape ().
+        """Return the whitened norm ||m/b|| of the ellipsoid's centre, float64, shape ().
 
         Args:
             layers: all layers of the network.
@@ -151,11 +165,12 @@ class RegionMetric:
 
 
 def kept(rows: Tensor, valid: Mask) -> Tensor:
-    """Set rows that are not valid to 0, because 0 times a non-finite number is not 0.
+    """Return rows with 0 in those that are not valid, because 0 times NaN or infinity is NaN.
 
     Args:
         rows: shape (samples, ...).
-        valid: mask of the samples; None if all are valid.
+        valid: mask of the samples, bool, shape (samples,); None if all are valid, for which
+            ``rows`` itself is returned.
 
     Example:
         >>> rows = torch.tensor([[1.0], [float("inf")]])
@@ -168,12 +183,12 @@ def kept(rows: Tensor, valid: Mask) -> Tensor:
 
 
 def row_sums(numbers: Tensor) -> Tensor:
-    """Return sums of rows, float64, shape (rows,).
+    """Return the sum of each row, float64, shape (rows,).
 
     Groups of :data:`ROW` numbers are first summed in their own dtype, which is much faster.
 
     Args:
-        numbers: shape (rows, columns).
+        numbers: shape (rows, columns), with at least one row.
     """
     groups = numbers.shape[1] // ROW
     in_groups = numbers[:, : groups * ROW].view(len(numbers), groups, ROW)
@@ -182,10 +197,12 @@ def row_sums(numbers: Tensor) -> Tensor:
 
 
 def row_squares(numbers: Tensor) -> Tensor:
-    """Return sums of the squares of rows, float64, shape (rows,); rounds as :func:`row_sums`.
+    """Return the sum of the squares of each row, float64, shape (rows,).
+
+    Its rounding has the bound of :func:`row_sums`.
 
     Args:
-        numbers: shape (rows, columns).
+        numbers: shape (rows, columns), with at least one row.
     """
     groups = numbers.shape[1] // ROW
     in_groups = numbers[:, : groups * ROW].reshape(len(numbers), groups, ROW)

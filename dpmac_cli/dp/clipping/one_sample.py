@@ -42,11 +42,11 @@ REDUCED = (
 
 
 class OneSample:
-    """Loss of a network on one sample, with its weight, and gradients of samples one by one.
+    """Computes loss and weight of one sample, and gradients of samples one by one, without vmap.
 
     Args:
-        loss_of: one loss per row.
-        names: names of the trained parameters.
+        loss_of: returns one loss per row, from outputs and labels of rows.
+        names: names of the trained parameters in the network.
         views: number of inputs per sample, public. The network may mix them with each other.
         rowwise: whether loss and weights are built in, and so act on each row alone.
         weigh: weights of rows; None for those of the loss, if any.
@@ -75,7 +75,7 @@ class OneSample:
     def loss(
         self, network: Callable[[Batch], Any], x: Batch, y: Batch, apart: WeightsApart | None = None
     ) -> tuple[Tensor, Weights]:
-        """Return loss and weight of one sample: the mean loss, with weights, over its views.
+        """Return loss and weight of one sample: the weighted mean of the losses of its views.
 
         Args:
             network: maps the rows of the sample to outputs.
@@ -116,15 +116,19 @@ class OneSample:
     def one_by_one(
         self, model: nn.Module, x: Batch, y: Batch, shared: Iterable[Tensor] = ()
     ) -> Iterator[tuple[Tensor, Weights, dict[str, Tensor | None]]]:
-        """Yield loss, weight and gradients of each sample by parameter; None if it has no effect.
+        """Yield loss, weight and gradients of one sample after the other.
 
         Each sample gets a new copy of the network, so none leaves anything to the next.
 
         Args:
             model: the network.
-            x: inputs of the samples.
-            y: labels of the samples.
+            x: inputs of the samples, shape (samples, ...).
+            y: labels of the samples, shape (samples, ...).
             shared: tensors of the network that are not copied.
+
+        Yields:
+            For each sample its loss, shape (); its weight, shape (); and its gradients by the names
+            of the trained parameters, None for one on which the loss does not depend.
         """
         for i in range(samples_in(x)):
             x_i, y_i = sample_of(i, x), sample_of(i, y)
@@ -173,11 +177,15 @@ def _take_gradient(p: Tensor) -> Tensor | None:
 
 
 def sample_of(index: int, batch: Batch) -> Batch:
-    """Return one sample of a batch, without the dimension of rows, in new memory.
+    """Return one sample of a batch, tensors of shape (...), in new memory.
 
     Args:
-        index: number of the sample.
+        index: number of the sample, from 0.
         batch: tensors of shape (samples, ...).
+
+    Example:
+        >>> sample_of(1, {"x": torch.tensor([[1, 2], [3, 4]])})
+        {'x': tensor([3, 4])}
     """
     return map_rows(lambda rows: rows[index].clone(), batch)
 
@@ -185,12 +193,12 @@ def sample_of(index: int, batch: Batch) -> Batch:
 def alike(
     computed: Sequence[Tensor], expected: Sequence[Tensor | None], tolerance: float = TOLERANCE
 ) -> bool:
-    """Return whether numbers are finite and differ only by rounding.
+    """Return whether computed numbers are finite and differ from the expected ones by rounding.
 
     Args:
-        computed: tensors, which are overwritten.
-        expected: tensors with as many numbers; None stands for zeros.
-        tolerance: largest difference, relative to the largest number that is expected.
+        computed: tensors of any shapes, which are overwritten.
+        expected: for each of them, a tensor with as many numbers; None stands for zeros.
+        tolerance: largest difference, relative to the largest number of all that are expected.
 
     Example:
         >>> alike([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.0 + 1e-7])])

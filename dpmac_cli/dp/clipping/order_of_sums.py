@@ -127,7 +127,7 @@ EXPONENTS = 25
 
 
 class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Computes sums and products of other numbers, which show in which order they are added up.
+    """Mode that computes sums of other numbers, which show in which order they are added up.
 
     Each number is replaced as a function of its bits alone, so equal rows stay equal, and results
     that differ in a last bit become different numbers. Memory layouts stay as they are. Elementwise
@@ -147,7 +147,7 @@ class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Notices elementwise operations that may round the last elements of a tensor otherwise.
+    """Mode that notices elementwise operations which may round a tensor's last elements otherwise.
 
     Attributes:
         ends: whether there was one on a number of elements that is no multiple of :data:`BLOCK`.
@@ -185,16 +185,14 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
 
 def shares_of(elements: int) -> int:
-    """Return a number of rows of which each thread has as many in an elementwise operation.
+    """Return a number that all numbers of threads divide which may share an elementwise operation.
 
-    It is the least common multiple of all numbers of threads that may share the elements. In a
-    multiple of it and of :data:`BLOCK`, no thread has a rest.
+    It is the least common multiple of 1 to torch's number of threads. Where the elements are a
+    multiple of it times :data:`BLOCK`, no thread has a rest.
 
     Args:
-        elements: number of elements of the operation.
-
-    Returns:
-        1 if it has so few elements that one thread computes them.
+        elements: number of elements of the operation. Below :data:`SHARED`, one thread computes
+            them, and the result is 1.
 
     Example:
         >>> shares_of(100)

@@ -16,7 +16,10 @@ from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, r
 
 @dataclass(frozen=True)
 class OuterProducts:
-    """Gradients of a Linear layer, g_i = sum_t delta_it a_it^T (sum_t delta_it for its bias).
+    """Form of the gradients of a Linear layer, g_i = sum_t delta_it a_it^T (bias: sum_t delta_it).
+
+    A form is described by :class:`.PerSampleGradients`. Gradients are those of samples i, sums of
+    terms t: positions at which the layer is used.
 
     With one term and A = 1/b^2, norms take two matrix products for the whole batch, or none for
     a ball. With several terms, S1_i is a sum over pairs of terms and S2_i over the terms:
@@ -47,7 +50,13 @@ class OuterProducts:
     bias: bool
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return S1 - 2 S2 + S3 with matrix products, or for a ball with products of norms."""
+        """Return squared whitened norms, S1 - 2 S2 + S3 of the class, with bounds on rounding.
+
+        By matrix products; in a ball by products of norms, so with a single term only.
+
+        Args:
+            metric: metric of this layer's coordinates: weights (out, in), then the bias.
+        """
         if metric.centre_inverse is None:
             return self._in_a_ball(metric.inverse.double())
         a = self.a
@@ -56,13 +65,16 @@ class OuterProducts:
         u = roundoff(self._widths, a.dtype)
         a_squared = a.square()
         grad_output_squared = grad_output.square()
-        alike = self._contract(
-            a_squared, grad_output_squared, metric.inverse
-        )  # pairs of a term with itself
+        # Pairs of a term with itself.
+        alike = self._contract(a_squared, grad_output_squared, metric.inverse)
         # By Cauchy-Schwarz, the error of a pair is at most u times the product of its norms.
-        reach = alike.mul(1 + u).sqrt_().sum(1)
-        slack = (reach + (metric.s3 * (1 + u)).sqrt()).square_().mul_(u)
-        slack.add_(self._underflow(a_squared, grad_output_squared, metric), alpha=terms)
+        norms = alike.mul(1 + u).sqrt_()
+        reach = norms.sum(1)
+        norm_of_centre = (metric.s3 * (1 + u)).sqrt()
+        slack = (reach + norm_of_centre).square_()
+        slack.mul_(u)
+        underflow = self._underflow(a_squared, grad_output_squared, metric)
+        slack.add_(underflow, alpha=terms)
         cross = self._contract(a, grad_output, metric.centre_inverse)
         s1 = alike.sum(1)  # without pairs of different terms
         s2 = cross.sum(1)
@@ -78,25 +90,38 @@ class OuterProducts:
         return SquaredNorms(value, slack, reach.square_())
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute sum_i c_i delta_i a_i^T as one product, and sum_i c_i delta_i for the bias."""
+        """Write sum_i c_i g_i: one matrix product for the weights, and one sum for the bias.
+
+        Args:
+            c: factors c_i, shape (samples,).
+            valid: mask of finite samples; None if all are finite.
+            out: memory for the result, weights (out, in) and then the bias, shape (d_layer,).
+                Overwritten.
+        """
         outputs = self.grad_output.shape[2]
         inputs = self.a.shape[2]
-        weighted = kept(self.grad_output * c.view(-1, 1, 1), valid)
+        of_samples = c.view(-1, 1, 1)
+        weighted = kept(self.grad_output * of_samples, valid)
         weighted = weighted.view(-1, outputs)
+        a = kept(self.a, valid).view(-1, inputs)
         weight, bias = self._split(out)
-        multiply(weighted, kept(self.a, valid).view(-1, inputs), weight)
+        multiply(weighted, a, weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
     def double(self) -> "OuterProducts":
-        """Return the gradients in float64."""
-        return OuterProducts(self.grad_output.double(), self.a.double(), self.bias)
+        """Return the same form, whose factors are in float64."""
+        return OuterProducts(
+            grad_output=self.grad_output.double(),
+            a=self.a.double(),
+            bias=self.bias,
+        )
 
     def weights(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients w.r.t. the weights, shape (samples, out, in).
+        """Return the gradients w.r.t. the weights, written out, shape (samples, out, in).
 
         Args:
-            out: memory for the result; None to allocate it.
+            out: memory that they are written to, of that shape; None to allocate it.
         """
         return torch.bmm(self.grad_output.mT, self.a, out=out)
 
@@ -109,7 +134,9 @@ class OuterProducts:
         """Compute norms of single terms in float64; ``inverse`` is the A of all coordinates."""
         norms = vector_norm(self.grad_output, dim=(1, 2), dtype=torch.float64)
         by_grad_output = norms.square_().mul_(inverse)
-        by_a = vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
+        input_norms = vector_norm(self.a, dim=(1, 2), dtype=torch.float64)
+        input_of_bias = float(self.bias)
+        by_a = input_norms.square_() + input_of_bias
         s1 = by_grad_output * by_a
         slack = roundoff(self._widths, self.a.dtype) * s1
         return SquaredNorms(s1, slack, reach=torch.zeros_like(s1))
@@ -130,23 +157,28 @@ class OuterProducts:
         by_grad_output.mul_(2 * inputs * tiny * (4 + largest))
         by_a = a_squared.sum(2).double().add_(1)
         by_a.mul_(2 * outputs * tiny * largest)
-        by_term = by_grad_output.add_(by_a).add_(4 * (inputs + 1) * outputs * tiny)
+        in_products = 4 * (inputs + 1) * outputs * tiny
+        by_term = by_grad_output.add_(by_a)
+        by_term.add_(in_products)
         return by_term.sum(1)
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
         """Sum outputs_tj inputs_tk coefficients_jk over j and k; float64, (samples, terms)."""
         weight, bias = self._split(coefficients)
         samples, terms, _ = inputs.shape
-        flat = outputs.reshape(samples * terms, -1)
-        products = matmul(inputs.reshape(samples * terms, -1), weight)
-        total = products.mul_(flat).sum(1)
-        total = total if bias is None else total.addmv_(flat, bias)
+        flat_inputs = inputs.reshape(samples * terms, -1)
+        flat_outputs = outputs.reshape(samples * terms, -1)
+        products = matmul(flat_inputs, weight)
+        total = products.mul_(flat_outputs).sum(1)
+        if bias is not None:
+            total.addmv_(flat_outputs, bias)
         return total.double().view(samples, terms)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """View a layer's slice as weight (out, in) and bias (out,)."""
         rows = self.grad_output.shape[2]
         columns = self.a.shape[2]
-        weight = flat[: rows * columns].view(rows, columns)
-        bias = flat[rows * columns :] if self.bias else None
+        size = rows * columns
+        weight = flat[:size].view(rows, columns)
+        bias = flat[size:] if self.bias else None
         return weight, bias

@@ -20,7 +20,13 @@ Name = TypeVar("Name")
 
 
 def declared(modules: Iterable[nn.Module]) -> int | None:
-    """Return the row that all modules which share a weight declare as padding; None if none.
+    """Return the row of a weight that all modules which share it declare as their padding.
+
+    Args:
+        modules: the modules that have the weight, at least one.
+
+    Returns:
+        ``padding_idx`` of all of them; None if they declare none, or different ones.
 
     Example:
         >>> padded, plain = nn.Embedding(5, 2, padding_idx=1), nn.Embedding(5, 2)
@@ -34,13 +40,14 @@ def declared(modules: Iterable[nn.Module]) -> int | None:
 
 
 def read_otherwise(loss: Tensor, padded: Mapping[Name, tuple[Tensor, int]]) -> set[Name]:
-    """Return the weights that other operations read than embeddings which skip their padding.
+    """Return the names of weights that are read not only by embeddings which skip their padding.
 
     The operations are those of the graph of a loss, so no gradient's value decides.
 
     Args:
-        loss: a loss with its graph.
-        padded: weights, each with the row that its modules declare as padding.
+        loss: a loss with its graph, shape ().
+        padded: by name, weights that require gradients, each with the row that its modules declare
+            as padding.
 
     Returns:
         The names of weights of which the padding is an ordinary row.

@@ -90,7 +90,7 @@ KEEPING_WEIGHTS = (
 
 
 class PerSample:
-    """Per-sample losses and gradients of a network that sees one sample at a time.
+    """Computes per-sample losses and gradients of a network that sees one sample at a time.
 
     On two made-up samples in float64, gradients by rule are compared with those of a loop over
     copies of the network. Where they differ, as where a weight is used outside its layer, the
@@ -181,7 +181,10 @@ class PerSample:
 
     @property
     def most(self) -> int:
-        """Return the largest number of samples in a chunk, which is public."""
+        """Return the largest number of samples in a chunk, so that written-out gradients fit.
+
+        It follows from the sizes of layers, so it is public.
+        """
         instantiated = 0  # coordinates of layers whose gradients are written out
         for layer in self.layers:
             if not self._by_vmap.records(layer):
@@ -189,7 +192,7 @@ class PerSample:
         return max(1, WRITTEN_OUT // max(1, instantiated))
 
     def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, Weights, UsesOrGradients]:
-        """Compute losses and gradients of a chunk.
+        """Return losses, weights and per-sample gradients of a chunk: line 5 of Algorithm 1.
 
         Args:
             x: inputs: tensors of shape (samples, ...), or (samples, views, ...).
@@ -209,15 +212,18 @@ class PerSample:
         return self._by_vmap(self._model, self.layers, x, y, self._results)
 
     def observed(self, x: Batch, y: Batch) -> list[Tensor]:
-        """Return everything that a chunk's gradients are computed from, one row per sample or view.
+        """Return everything that a chunk's gradients are computed from, to compare it bit for bit.
 
         Gradients are not computed. A result that is equal for two samples may come from values that
         differ, such as the zero of a ReLU or of a hinge loss. So the results of all operations are
         included.
 
         Args:
-            x: inputs of the chunk.
+            x: inputs of the chunk, shape (samples, ...).
             y: their labels.
+
+        Returns:
+            Losses, weights, and results of operations, with one row per sample or view each.
         """
         results = self._results = list[Tensor]()
         try:
@@ -227,17 +233,19 @@ class PerSample:
         return [losses, weights.value, *results]
 
     def shapes_noted(self, x: Batch, y: Batch) -> tuple[bool, bool, int]:
-        """Compute a chunk; return what its shapes say of the rounding of rows.
+        """Compute a chunk, and return three facts on how its operations round rows, by its shapes.
+
+        Afterwards, :attr:`by_rows` is True.
 
         Args:
-            x: inputs of the chunk.
+            x: inputs of the chunk, shape (samples, ...).
             y: their labels.
 
         Returns:
-            whether torch is not tried with the shape of one of its products; whether the last rows
-            of an odd number may be rounded otherwise by elementwise operations; and the largest
-            number of elements for a sample of one that rounds the last elements of a thread
-            otherwise.
+            True if a matrix product has a shape that torch's products are not tried with; True if
+            elementwise operations may round the last rows of an odd number otherwise; and of the
+            operations that round the last elements of each thread otherwise, the largest number of
+            elements per sample, 0 without any.
         """
         self.by_rows = True
         self._by_vmap.products.needed = False
@@ -247,21 +255,23 @@ class PerSample:
         return self._by_vmap.products.needed, elementwise.ends, elements_per_sample
 
     def run_in_a_loop(self, reason: str) -> None:
-        """Run samples one after the other from now on.
+        """Run samples one after the other from now on, without vmap; there is no way back.
+
+        :attr:`notes` then says so, :attr:`vmapped` is False, and no layer is recorded.
 
         Args:
-            reason: reason for the note, a sentence.
+            reason: why vmap cannot run the network: a sentence that the note quotes.
         """
         self.vmapped = False
         self._by_vmap.recorded = set()
         self.notes = (LOOP.format(reason),)
 
     def made_up(self, samples: int, *, double: bool = False) -> tuple[Batch, Batch]:
-        """Return made-up inputs and labels.
+        """Return made-up inputs and labels of samples, the same in each call.
 
         Args:
-            samples: number of samples.
-            double: whether numbers are in float64.
+            samples: number of samples, which is that of rows.
+            double: whether numbers are in float64, unless a structure keeps their dtype.
         """
         inputs = self.inputs.made_up(samples, double=double)
         labels = self._labels.made_up(samples, double=double)

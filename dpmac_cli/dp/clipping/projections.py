@@ -23,7 +23,7 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute, and restore it at the end of the block.
+    """Replace an attribute for a ``with`` block, and restore it at its end, also after an error.
 
     Args:
         holder: object or module that has the attribute.
@@ -55,9 +55,15 @@ def _parts(module: nn.Module) -> Mapping[str, tuple[str, str]]:
 
 
 def projections(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return Linear layers with the weights of attention or a recurrent layer; {} for others.
+    """Return the products with weights in an attention or recurrent layer, as Linear layers.
 
-    Such a layer has no other parameters, and nothing replaces its forward.
+    Args:
+        module: any module.
+
+    Returns:
+        Linear layers by their name in the layer, such as "in_proj", whose weight and bias are the
+        layer's own parameters. {} for other modules, for a layer with other parameters, and for one
+        whose ``forward`` was replaced.
 
     Example:
         >>> for name, linear in projections(nn.MultiheadAttention(4, 2)).items():
@@ -81,12 +87,16 @@ def projections(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def transposed(module: nn.Module) -> nn.Linear | None:
-    """Return the Linear layer whose weight is the transpose of a module's, if it is one.
+    """Return a Linear layer for gradients of a module that computes x @ weight + bias.
 
-    Its inputs are the module's output gradients, and its output gradients the module's inputs.
+    Its weight is the module's own. As that is the transpose of a Linear layer's, the layer's inputs
+    are the module's output gradients, and its output gradients are the module's inputs.
 
     Args:
-        module: any module; those of :data:`TRANSPOSED` compute x @ weight + bias.
+        module: any module.
+
+    Returns:
+        A layer without bias; None for other modules than those of :data:`TRANSPOSED`.
     """
     kind = type(module)
     weight = getattr(module, "weight", None)
@@ -99,7 +109,11 @@ def transposed(module: nn.Module) -> nn.Linear | None:
 
 @contextmanager
 def masks_kept() -> Iterator[None]:
-    """Make transformers keep every mask, as when it is traced, if it was imported."""
+    """Make transformers keep every mask in a ``with`` block, as it does when it is traced.
+
+    Otherwise it looks at the values of masks, which vmap cannot. Nothing happens if transformers
+    was not imported.
+    """
     utilities: Any = sys.modules.get(MASKS)
     if not hasattr(utilities, "is_tracing"):
         yield

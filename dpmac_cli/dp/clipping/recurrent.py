@@ -47,12 +47,12 @@ Product = Callable[..., Tensor]
 
 
 class Gradients(NamedTuple):
-    """Gradients of a recurrence.
+    """Gradients of a loss through a recurrence over all time steps.
 
     Attributes:
         of_inputs: w.r.t. gates from the inputs, shape (rows, time, gates * size).
         of_states: w.r.t. gates from the states, in the same shape.
-        first: w.r.t. the states before the first step.
+        first: w.r.t. the states before the first step, shape (rows, size) each.
     """
 
     of_inputs: Tensor
@@ -61,10 +61,10 @@ class Gradients(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Equations of a kind of layer.
+    """Equations of a kind of recurrent layer, such as the LSTM.
 
     Attributes:
-        states: number of states.
+        states: number of states: 2 for an LSTM, hidden and cell; otherwise 1.
         step: returns the next states from gates from the input, gates from the states, and states.
         backward: returns gradients. Its arguments are the map from gradients w.r.t. gates from the
             states to those w.r.t. hidden states, gates from inputs and from states of all steps,
@@ -87,30 +87,39 @@ def _lstm(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> States:
     gates = x + h
     update, forget, _, out = gates.sigmoid().chunk(4, 1)
     _, _, new_gate, _ = gates.chunk(4, 1)
-    cell = forget * states[1] + update * new_gate.tanh()
-    return out * cell.tanh(), cell
+    _, cell_before = states
+    new = new_gate.tanh()
+    cell = forget * cell_before + update * new
+    hidden = out * cell.tanh()
+    return hidden, cell
 
 
 def _lstm_backward(
-    through: Through, x: Tensor, h: Tensor, before: States, outputs: Tensor, last: States
+    through: Through,
+    x: Tensor,
+    h: Tensor,
+    before: States,
+    outputs: Tensor,
+    last: States,
 ) -> Gradients:
     """Return the gradients of :func:`_lstm` over all time steps; arguments: see :class:`Kind`."""
     gates = x + h
     update, forget, _, out = gates.sigmoid().chunk(4, 2)
     _, _, new_gate, _ = gates.chunk(4, 2)
     new = new_gate.tanh()
-    cell = (forget * before[1] + update * new).tanh()
+    hidden_before, cell_before = before
+    cell = (forget * cell_before + update * new).tanh()
     # Derivatives of the cell w.r.t. its three gates, of the hidden state w.r.t. out and the cell.
     by_gate = (
         new * update * (1 - update),
-        before[1] * forget * (1 - forget),
+        cell_before * forget * (1 - forget),
         update * (1 - new * new),
     )
     of_cell = torch.stack(by_gate, 2)  # (rows, time, 3, size)
     of_out = cell * out * (1 - out)
     of_hidden = out * (1 - cell * cell)
-    hidden = torch.zeros_like(before[0][:, 0])
-    carried = last[0]
+    hidden = torch.zeros_like(hidden_before[:, 0])
+    [carried] = last
     backwards = list[Tensor]()  # gradients w.r.t. gates, the last step first
     for t in reversed(range(x.shape[1])):
         hidden = hidden + outputs[:, t]
@@ -134,13 +143,21 @@ def _gru(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> States:
     """
     reset_x, update_x, new_x = x.chunk(3, 1)
     reset_h, update_h, new_h = h.chunk(3, 1)
+    [hidden_before] = states
     keep = (update_x + update_h).sigmoid()
-    new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
-    return (new + keep * (states[0] - new),)
+    reset = (reset_x + reset_h).sigmoid()
+    new = (new_x + reset * new_h).tanh()
+    hidden = new + keep * (hidden_before - new)
+    return (hidden,)
 
 
 def _gru_backward(
-    through: Through, x: Tensor, h: Tensor, before: States, outputs: Tensor, _: States
+    through: Through,
+    x: Tensor,
+    h: Tensor,
+    before: States,
+    outputs: Tensor,
+    _: States,
 ) -> Gradients:
     """Return the gradients of :func:`_gru` over all time steps; arguments: see :class:`Kind`."""
     size = outputs.shape[2]
@@ -150,11 +167,12 @@ def _gru_backward(
     new_h = h[..., 2 * size :]
     new = (new_x + reset * new_h).tanh()
     # Derivatives of the hidden state w.r.t. the gates.
+    [hidden_before] = before
     of_new = (1 - keep) * (1 - new * new)
     of_reset = of_new * new_h * reset * (1 - reset)
-    of_keep = (before[0] - new) * keep * (1 - keep)
+    of_keep = (hidden_before - new) * keep * (1 - keep)
     of_gates = torch.stack([of_reset, of_keep, of_new * reset], 2)
-    hidden = torch.zeros_like(before[0][:, 0])
+    hidden = torch.zeros_like(hidden_before[:, 0])
     backwards = list[Tensor]()  # gradients w.r.t. gates, the last step first
     hidden_backwards = list[Tensor]()  # those w.r.t. hidden states
     for t in reversed(range(x.shape[1])):
@@ -165,20 +183,29 @@ def _gru_backward(
         backwards.append(g)
         hidden = through(g) + hidden * keep[:, t]
     of_states = torch.stack(backwards[::-1], 1)
-    by_new = torch.stack(hidden_backwards[::-1], 1) * of_new
+    of_hidden = torch.stack(hidden_backwards[::-1], 1)
+    by_new = of_hidden * of_new
     of_inputs = torch.cat([of_states[..., : 2 * size], by_new], 2)
     return Gradients(of_inputs, of_states, (hidden,))
 
 
 def _rnn(
-    activation: Callable[[Tensor], Tensor], x: Tensor, h: Tensor, _: Sequence[Tensor]
+    activation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    h: Tensor,
+    _: Sequence[Tensor],
 ) -> States:
     """Return the next hidden state, of shape (rows, size): the activation of both gates' sum."""
     return (activation(x + h),)
 
 
 def _tanh_backward(
-    through: Through, x: Tensor, h: Tensor, before: States, outputs: Tensor, _: States
+    through: Through,
+    x: Tensor,
+    h: Tensor,
+    before: States,
+    outputs: Tensor,
+    _: States,
 ) -> Gradients:
     """Return the gradients of a recurrence with tanh; arguments: see :class:`Kind`."""
     of_gates = 1 - (x + h).tanh().square()
@@ -186,7 +213,12 @@ def _tanh_backward(
 
 
 def _relu_backward(
-    through: Through, x: Tensor, h: Tensor, before: States, outputs: Tensor, _: States
+    through: Through,
+    x: Tensor,
+    h: Tensor,
+    before: States,
+    outputs: Tensor,
+    _: States,
 ) -> Gradients:
     """Return the gradients of a recurrence with ReLU; arguments: see :class:`Kind`."""
     of_gates = torch.where(x + h <= 0, 0.0, 1.0).to(x)
@@ -279,7 +311,8 @@ class _Run(_OfRows):
                 after.append(states)
         results = [torch.stack(gates_of_states, 1)]
         for number in range(kind.states):
-            results.append(torch.stack([at_time[number] for at_time in after], 1))
+            over_time = [at_time[number] for at_time in after]
+            results.append(torch.stack(over_time, 1))
         return tuple(results)
 
     @staticmethod
@@ -452,7 +485,12 @@ def _parameters(module: Any, projection: str) -> tuple[Tensor, Tensor | None]:
 
 
 def ends_of(module: Any) -> list[str]:
-    """Return the ends of the names of a module's parameters, in the order of its states.
+    """Return the ends of the parameters' names of a recurrent layer, in the order of its states.
+
+    Each layer and direction has one: "weight_ih" + end is the name of a weight.
+
+    Args:
+        module: a module of :data:`RECURRENT`. A cell has one end, "".
 
     Example:
         >>> ends_of(nn.LSTM(2, 3, num_layers=2, bidirectional=True))
@@ -472,12 +510,15 @@ def ends_of(module: Any) -> list[str]:
 def by_projections(
     modules: Iterable[nn.Module | None], product: Product = _product
 ) -> Iterator[None]:
-    """Make the recurrent layers among some modules compute their projections by a function.
+    """Make recurrent layers compute their projections by a function, for a ``with`` block.
 
     Args:
         modules: modules of a network; others than :data:`RECURRENT` are left as they are.
         product: returns x @ weight.T + bias, given x, weight, bias, and the result where it is
             known without its gradients.
+
+    Raises:
+        ModelError: in the block, for a call with other arguments than tensors with samples.
     """
     with ExitStack() as stack:
         for module in modules:

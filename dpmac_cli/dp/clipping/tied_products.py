@@ -27,9 +27,9 @@ from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept
 
 @dataclass(frozen=True)
 class TiedProducts:
-    """Gradients w.r.t. a shared weight, (words, width) each, of a chunk of samples.
+    """Form of the gradients w.r.t. a weight (words, width) that embeddings and Linear layers share.
 
-    Norms are those in a ball.
+    A form is described by :class:`.PerSampleGradients`; norms are those in a ball only.
 
     Attributes:
         tokens: tokens of embeddings, shape (samples, tokens).
@@ -44,7 +44,7 @@ class TiedProducts:
     inputs: Tensor
 
     def pays(self) -> bool:
-        """Return whether Gram matrices cost less than a gradient that is written out."""
+        """Return whether norms by Gram matrices cost less than gradients that are written out."""
         _, positions, width = self.inputs.shape
         words = self.outputs.shape[2]
         terms = positions + self.tokens.shape[1]
@@ -53,7 +53,11 @@ class TiedProducts:
         return gram < written_out
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
+        """Return squared norms of sum_t l_t r_t^T as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64.
+
+        Args:
+            metric: metric of a ball.
+        """
         # The products <l_t, l_t'>, of two tokens, of a position and a token, of two positions.
         tokens = self.tokens
         outputs = self.outputs.double()
@@ -71,7 +75,13 @@ class TiedProducts:
         return norms_by_gram(left, right @ right.mT, terms, metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute matrix products of :data:`ADDED` samples, and add up vectors by token."""
+        """Write the sum of c_i g_i: matrix products of :data:`ADDED` samples, and vectors by token.
+
+        Args:
+            c: factors c_i, shape (samples,).
+            valid: mask of finite samples; None if all are finite.
+            out: memory for the result, the layer's slice, shape (d_layer,). Overwritten.
+        """
         weights = c.to(self.inputs.dtype).view(-1, 1, 1)
         outputs = kept(self.outputs, valid) * weights
         vectors = kept(self.vectors, valid) * weights
@@ -87,7 +97,7 @@ class TiedProducts:
         out.copy_(reduce(Tensor.add_, products()).flatten())
 
     def double(self) -> "TiedProducts":
-        """Return the gradients in float64."""
+        """Return the same form, whose gradients and inputs are in float64."""
         return TiedProducts(
             tokens=self.tokens,
             vectors=self.vectors.double(),
@@ -103,10 +113,10 @@ def _product(outputs: Tensor, inputs: Tensor, tokens: Tensor, vectors: Tensor) -
 
 
 def tied_products(uses: Sequence[Use]) -> TiedProducts | None:
-    """Return the form of a weight that embeddings and Linear layers share.
+    """Return the gradients w.r.t. a weight that embeddings and Linear layers share, as products.
 
     Args:
-        uses: all uses of the weight in a forward pass.
+        uses: all uses of the weight in a forward pass of a chunk.
 
     Returns:
         None if the weight is not shared by both kinds, or writing gradients out is cheaper.

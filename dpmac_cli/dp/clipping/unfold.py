@@ -29,15 +29,17 @@ def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
         return a, conv.padding
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    return pad(a, conv._reversed_padding_repeated_twice, mode), (0,) * len(conv.kernel_size)
+    padded = pad(a, conv._reversed_padding_repeated_twice, mode)
+    none = (0,) * len(conv.kernel_size)
+    return padded, none
 
 
 def _with_zeros(conv: Any, a: Tensor) -> Tensor:
     """Return a convolution's inputs with all of their padding."""
-    a, zeros = _padded(conv, a)
+    padded, zeros = _padded(conv, a)
     if not any(zeros):
-        return a
-    return pad(a, _both_sides(zeros))
+        return padded
+    return pad(padded, _both_sides(zeros))
 
 
 def _both_sides(zeros: Sequence[int]) -> list[int]:
@@ -49,14 +51,15 @@ def _both_sides(zeros: Sequence[int]) -> list[int]:
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
-    """Return the inputs of a Linear layer or convolution at each position, (samples, T, K).
+    """Return a layer's inputs a_it at each of T positions, shape (samples, T, K).
 
-    The positions of a sample's views are concatenated.
+    For a convolution they are patches, in the order (channels, *kernel size). The positions of a
+    sample's rows follow one another.
 
     Args:
-        module: the layer.
+        module: a Linear layer, or a convolution with any padding.
         a: its inputs, shape (samples * views, ...).
-        views: number of rows per sample.
+        views: number of adjacent rows of ``a`` per sample.
 
     Example:
         >>> conv = nn.Conv1d(1, 1, kernel_size=2)
@@ -75,7 +78,8 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     taps = range(3 + dims, 3 + 2 * dims)
     by_tap = by_view.permute(0, 2, *taps, 1, *places)  # (samples, channels, taps, views, places)
     patch_size = module.weight[0].numel()
-    return by_tap.reshape(samples, patch_size, -1).mT
+    by_number = by_tap.reshape(samples, patch_size, -1)
+    return by_number.mT
 
 
 def _unfolded(conv: Any, padded: Tensor) -> Tensor:
@@ -91,35 +95,41 @@ def _unfolded(conv: Any, padded: Tensor) -> Tensor:
     patches = padded
     sizes = zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)
     for dim, (size, step, gap) in enumerate(sizes, start=2):
-        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+        windows = patches.unfold(dim, gap * (size - 1) + 1, step)
+        patches = windows[..., ::gap]
     return patches
 
 
 def gradients_by_position(module: Any, grad_output: Tensor, views: int = 1) -> Tensor:
-    """Return gradients w.r.t. a layer's outputs at each position, (samples, T, O).
+    """Return gradients delta_it w.r.t. a layer's outputs at each of T positions, (samples, T, O).
+
+    Positions are in the order of :func:`inputs_by_position`.
 
     Args:
-        module: a Linear layer or convolution.
-        grad_output: gradients w.r.t. its outputs, shape (samples * views, ...).
-        views: number of rows per sample.
+        module: a Linear layer or convolution with O outputs.
+        grad_output: gradients of the loss w.r.t. its outputs, shape (samples * views, ...).
+        views: number of adjacent rows per sample.
     """
     samples = len(grad_output) // views
     if isinstance(module, nn.Linear):
         return grad_output.reshape(samples, -1, module.out_features)
-    by_view = grad_output.reshape(samples, views, len(module.weight), -1)
-    return by_view.transpose(1, 2).reshape(samples, len(module.weight), -1).mT
+    outputs = len(module.weight)
+    by_view = grad_output.reshape(samples, views, outputs, -1)
+    by_output = by_view.transpose(1, 2).reshape(samples, outputs, -1)
+    return by_output.mT
 
 
 def kernel_gradient(
     conv: Any, a: Tensor, grad_output: Tensor, shape: Sequence[int], groups: int = 1
 ) -> Tensor:
-    """Return the gradient w.r.t. a kernel, summed over rows and positions.
+    """Return the gradient w.r.t. a convolution's kernel, summed over rows and positions.
 
     Args:
-        conv: the convolution.
+        conv: the convolution, of which padding, stride and dilation are used.
         a: its inputs, shape (rows, channels, ...).
-        grad_output: gradients w.r.t. its outputs, shape (rows, O, ...).
-        shape: shape of the kernel.
+        grad_output: gradients of the loss w.r.t. its outputs, shape (rows, O, ...).
+        shape: shape of the kernel, (O, channels / groups, *kernel size), which is that of the
+            result.
         groups: number of groups of channels.
     """
     a, zeros = _padded(conv, a)
@@ -137,19 +147,30 @@ def kernel_gradient(
 
 
 def gram_by_position(conv: Any, a: Tensor) -> Tensor:
-    """Return inner products of the patches of any two positions, float64, (rows, T, T).
+    """Return the inner product of a convolution's patches at any two of T positions.
 
-    They are sums over the kernel's taps of products of two pixels. Each pair of pixels is
-    multiplied once, not once per tap.
+    It is a sum over the kernel's taps of products of two pixels. Each pair of pixels is multiplied
+    once, not once per tap.
 
     Args:
         conv: a convolution with one group.
         a: its inputs, shape (rows, channels, ...).
+
+    Returns:
+        Gram matrix of each row's patches, float64, shape (rows, T, T).
+
+    Example:
+        >>> conv = nn.Conv1d(1, 1, kernel_size=2)
+        >>> gram_by_position(conv, torch.tensor([[[1.0, 2.0, 3.0]]]))  # patches (1, 2), (2, 3)
+        tensor([[[ 5.,  8.],
+                 [ 8., 13.]]], dtype=torch.float64)
     """
     a, zeros = _padded(conv, a)
     dims = len(conv.kernel_size)
+    sides = a.shape[2:]
     pixels = a.double().flatten(2)
-    pairs = (pixels.mT @ pixels).view(len(a), *a.shape[2:], *a.shape[2:])
+    products_of_pixels = pixels.mT @ pixels
+    pairs = products_of_pixels.view(len(a), *sides, *sides)
     pairs = pad(pairs, _both_sides(zeros) * 2)
     taps_by_axis = [_taps(conv, axis, pairs.shape[1 + axis]) for axis in range(dims)]
     first, *others = (pairs[:, *tap, *tap] for tap in product(*taps_by_axis))

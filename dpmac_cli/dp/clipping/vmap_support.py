@@ -46,10 +46,10 @@ REMEDIES = {
 
 
 def reason_of_vmap(failure: Exception) -> str:
-    """Return why vmap failed on made-up samples, as the end of a sentence.
+    """Return why vmap failed on made-up samples and what to do, as a sentence or the end of one.
 
     Args:
-        failure: an exception that was raised under vmap.
+        failure: an exception that was raised under vmap. One that is not known is quoted.
 
     Example:
         >>> reason_of_vmap(RuntimeError("vmap: data-dependent control flow")).split(", as in")[0]
@@ -63,10 +63,10 @@ def reason_of_vmap(failure: Exception) -> str:
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """Return a network without torch.compile and nn.DataParallel, which vmap cannot run.
+    """Return the network inside of torch.compile and nn.DataParallel, which vmap cannot run.
 
     Args:
-        network: a network, or a wrapper of one.
+        network: a network, which is returned as it is, or any number of wrappers around one.
     """
     if isinstance(network, nn.DataParallel):
         return unwrapped(network.module)
@@ -75,21 +75,23 @@ def unwrapped(network: nn.Module) -> nn.Module:
 
 
 def called_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Any:
-    """Call a network with other parameters.
+    """Return the outputs of a network with other parameters; the network is not changed.
 
     Args:
         model: the network.
-        parameters: parameters by name; the others are the network's.
+        parameters: parameters to use instead of its own, by name in the network.
         x: its only argument, also if it is a tuple.
     """
     return functional_call(model, parameters, (x,))
 
 
 def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function of rows that runs a function on each row alone, without gradients.
+    """Return a function (rows, ...) to (rows, ...) that runs another on each row alone, by vmap.
+
+    No gradients are computed.
 
     Args:
-        run: maps (1, ...) to (1, ...), by operations that vmap can run.
+        run: maps one row, shape (1, ...), to (1, ...), by operations that vmap can run.
 
     Example:
         >>> minus_mean = each_alone(lambda rows: rows - rows.mean(0))  # of one row
@@ -111,9 +113,13 @@ def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def supported() -> Iterator[None]:
-    """Choose what vmap supports: the only backend of attention with a batching rule, and masks.
+    """Make torch choose operations that vmap supports, for the block below ``with``.
 
-    A vmap of the network's own is not called, because it sees several samples.
+    Attention uses its only backend with a rule for vmap, and transformers keeps its masks.
+
+    Raises:
+        RuntimeError: in the block, for a function of autograd with a rule for vmap of its own,
+            which would see several samples.
     """
     with (
         sdpa_kernel(SDPBackend.MATH),
@@ -135,7 +141,7 @@ def _reject_own_rule(interpreter: Any, rule: Any, function: Any, *args: Any, **n
 
 
 class Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Replaces random numbers by one half."""
+    """Mode in which every operation that draws random numbers returns one half instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -146,7 +152,9 @@ class Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch giv
 
 
 class DrawnAgain(TorchFunctionMode):
-    """Returns a new tensor from ``tensor.bernoulli_(p)``, which vmap only runs on batched tensors.
+    """Mode in which ``tensor.bernoulli_(p)`` returns a new tensor instead of filling this one.
+
+    vmap runs it on batched tensors alone.
 
     So stochastic depth is written: ``torch.empty(shape).bernoulli_(p)``.
     """
@@ -164,10 +172,10 @@ class DrawnAgain(TorchFunctionMode):
 
 
 class KeptResults(TorchFunctionMode):
-    """Keeps copies of the results of operations on a sample, inside of vmap.
+    """Mode that keeps copies of the results of all operations on a sample, inside of vmap.
 
     Args:
-        results: list that they are added to.
+        results: list that they are added to, in the order of the operations.
     """
 
     def __init__(self, results: list[Tensor]) -> None:
@@ -192,7 +200,10 @@ class KeptResults(TorchFunctionMode):
 
 @contextmanager
 def constant_draws() -> Iterator[None]:
-    """Make torch's random numbers one half, wherever they are drawn."""
+    """Make torch's random numbers one half in the block below ``with``, wherever they are drawn.
+
+    So a trial computes the same for a sample alone and within a batch.
+    """
     # The other kernels of attention draw and use random numbers in one operation.
     with sdpa_kernel(SDPBackend.MATH), Constant():  # type: ignore[no-untyped-call]
         yield
