@@ -21,8 +21,7 @@ from dpmac_cli.config.networks import (
     COLUMNS,
     FEATURES,
     Backbone,
-    OwnFeatures,
-    Scattered,
+    FixedFeatures,
     TableColumns,
     UserModel,
 )
@@ -325,7 +324,7 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
     if weights is not None and not weights.is_file():
         yield f"{{pretrained}}: no such file: {weights}."
     augmented = plan.settings.augment is not None
-    if augmented and (isinstance(features, Scattered | OwnFeatures) or plan.trained.part == "head"):
+    if augmented and (isinstance(features, FixedFeatures) or plan.trained.part == "head"):
         yield (
             "{augmentations} uses new views in every step, but features of frozen layers are "
             "computed only once. Leave one of them out."
