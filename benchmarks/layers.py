@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/layers.py layers.json
     PYTHONPATH=. python benchmarks/layers.py layers.json --only "usual sizes"
 
-``--only`` measures the rows of some groups again. Steps of
-plain training, of dpmac, and of Opacus by hooks and with ghost clipping run in turn in one process,
-on the same records; a cost is the median of the ratios of their times. Opacus is called wrong where
-its clipped sum is not that of dpmac, whose tests compare it with autograd.
+``--only`` measures the rows of some groups, and leaves the others of an earlier file as they are.
+Steps of plain training, of dpmac, and of Opacus by hooks and with ghost clipping run in turn in one
+process, on the same records; a cost is the median of the ratios of their times. Opacus is called
+wrong where its clipped sum is not that of dpmac, whose tests compare it with autograd.
 """
 
 import json
@@ -248,12 +248,12 @@ def main() -> None:
     """Measure the cases of all groups, or of some, and write the file as they are done."""
     parser = parser_of(__doc__)
     parser.add_argument("file", type=Path, help="where rows are written")
-    parser.add_argument("--only", choices=GROUPS, nargs="+", help="measure these groups again")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", help="measure these groups alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     kept = {}
-    if options.only:
+    if options.only and options.file.exists():
         before = json.loads(options.file.read_text(encoding="utf-8"))["rows"]
         kept = {(row["group"], row["name"]): row for row in before}
     cases = [case for case in CASES if case.group in (options.only or GROUPS)]

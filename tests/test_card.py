@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import numpy as np
@@ -25,6 +25,7 @@ from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates, witho
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import Report
 from dpmac_cli.release.run import Run
+from dpmac_cli.release.sentences import TOPICS, WITHOUT_PRIVACY
 from dpmac_cli.release.train import resume_folder
 from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import SEED, train_digits
@@ -142,6 +143,24 @@ def test_the_heading_of_the_code_says_whether_it_needs_dpmac() -> None:
         assert ("dpmac_cli" in code(text)) == needed
 
 
+@pytest.mark.parametrize("features", ["scatter", "scatter-mirror"])
+def test_the_code_of_a_network_of_your_own_has_its_features(features: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def make(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(81 * 4, classes))\n"
+    )
+    network = f"{tmp_path / 'net.py'}:make"
+    out = tmp_path / "run"
+    run = train_digits(model=network, features=features, steps=20, sigma=1.0, out=str(out))
+    text = code(card(run.folder)).replace("net.py:make", network)
+    names: dict[str, Any] = {}
+    exec(text.replace("model.safetensors", str(out / "model.safetensors")), names)
+    test = load_data("digits", out, torch.device("cpu")).tested
+    right = (names["predict"](test.images) == test.labels).double().mean()
+    assert float(right) == run.report["scores"]["accuracy"]["value"]
+
+
 def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
     """Its accuracy is the share of the largest class."""
     x = np.zeros((520, 2), np.float32)
@@ -257,6 +276,16 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
     assert "Everything: this is a baseline." in text.split("## Not covered")[1]
     assert "differential privacy" not in text
     assert "epsilon" not in text
+
+
+@pytest.mark.promise("said")
+def test_what_a_run_says_of_privacy_no_baseline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a topic that is not listed as one of both."""
+    monkeypatch.setitem(cast(dict[str, Any], TOPICS), "new", lambda _: iter(["It is noisy."]))
+    private, baseline = train_digits(out="private"), train_digits(no_dp=True, out="baseline")
+    assert private.report["sentences"]["new"] == "It is noisy."
+    assert {"new", "mechanism", "tuning"}.isdisjoint(baseline.report["sentences"])
+    assert {*WITHOUT_PRIVACY} < {*TOPICS}
 
 
 @pytest.mark.promise("said")

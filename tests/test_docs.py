@@ -24,6 +24,7 @@ from dpmac_cli.cli.app import COMMANDS, load_command
 from dpmac_cli.cli.question import Question
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.tasks.task import TASKS
 from tests.digits_runs import SIGMA, train_digits
 from tests.tiers import one_in
 from tests.typed import dpmac, shell
@@ -188,6 +189,14 @@ def test_the_generated_pages_are_up_to_date_and_complete() -> None:
         assert f"\n## dpmac {name}\n" in read(DOCS / "commands.md")
     named = re.findall(r"^::: dpmac_cli\.(\w+)$", read(DOCS / "api.md"), re.MULTILINE)
     assert sorted(named) == sorted({*dpmac_cli.__all__} - {"__version__"})
+
+
+def test_every_metric_is_explained() -> None:
+    page, missing = read(DOCS / "own-task.md"), list[str]()
+    for task in TASKS.values():
+        if task.__module__.startswith("dpmac_cli."):
+            missing += [each.name for each in task.metrics if f"`{each.name}`" not in page]
+    assert missing == []
 
 
 def test_the_index_has_every_page() -> None:

@@ -26,6 +26,7 @@ from dpmac_cli import load
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import (
     BACKBONES,
+    COLUMNS,
     FEATURES,
     PARTS,
     SCATTERED,
@@ -37,13 +38,13 @@ from dpmac_cli.config.records import Images
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features import backbones, stored
 from dpmac_cli.features.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
+from dpmac_cli.features.fixed import BUILDERS, with_fixed_features
 from dpmac_cli.features.frozen import (
     FrozenFeatures,
     Mirrored,
     WithHead,
     cut_before_head,
     head_of,
-    with_features,
 )
 from dpmac_cli.features.scattering import Scattering
 from dpmac_cli.features.stored import AT_A_TIME, _run_of, featured
@@ -140,12 +141,17 @@ def some_digits() -> Data:
     return replace(data, train=train, test=test)
 
 
+def fixed(kind: str) -> FrozenFeatures:
+    """Fixed features of digits, by their name."""
+    return with_fixed_features(nn.Identity(), FEATURES[kind], DIGITS.records)
+
+
 def features_of(
     cache: Path, parts: FrozenFeatures | None = None, data: Data | None = None
 ) -> tuple[bool, str]:
     """Whether features, of few digits by default, are computed, and their SHA-256."""
     events: list[Any] = []
-    parts = parts or with_features(nn.Identity(), DIGITS.records.shape)
+    parts = parts or fixed("scatter")
     with heard_by(events.append), patch.object(stored, "AT_A_TIME", 20):
         found = featured(parts, data or some_digits(), {}, cache)
     return computed(events), found.train.sha256
@@ -185,8 +191,9 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
         build_model(parse_model(net), DIGITS.signature, seed=0, trained=Trained("head")),
         DIGITS.records.shape,
     )
-    scattered = [with_features(nn.Identity(), DIGITS.records.shape, kind) for kind in FEATURES]
-    for parts in (*scattered, tuned_part):
+    of_images = [kind for kind, features in FEATURES.items() if "images" in features.reads]
+    assert {*FEATURES} - {*of_images} == {COLUMNS}  # tests/test_kinds.py has the test of those
+    for parts in (*map(fixed, of_images), tuned_part):
         together = parts.features(x)
         others = x.flip(0).mul(-50)
         for row in (0, 7):
@@ -194,6 +201,17 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
             changed[row] = x[row]
             torch.testing.assert_close(parts.features(changed)[row], together[row])
             torch.testing.assert_close(parts.features(x[row : row + 1])[0], together[row])
+
+
+def test_all_fixed_features_are_computed_as_they_are_declared() -> None:
+    x = torch.randn(3, *DIGITS.records.shape)
+    for features in FEATURES.values():
+        assert type(features) in BUILDERS
+        assert features.about in features.statement
+        if "images" in features.reads:
+            found = fixed(features.kind).features(x)
+            assert found.shape == (3, *features.shape_of(DIGITS.records))
+            assert found.dtype == getattr(torch, features.stored)
 
 
 class Mixes(nn.Module):
@@ -309,7 +327,7 @@ def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     cache.chmod(0o755)
-    features_of(cache, with_features(nn.Identity(), DIGITS.records.shape, "scatter-mirror"))
+    features_of(cache, fixed("scatter-mirror"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 

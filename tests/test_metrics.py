@@ -7,8 +7,9 @@ import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +28,16 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
-from dpmac_cli.tasks.task import ASKED, METRICS, TASKS, EvaluationMetric
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.task import (
+    ASKED,
+    FUNCTIONS,
+    LOSSES,
+    METRICS,
+    TASKS,
+    Compared,
+    EvaluationMetric,
+)
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
 
@@ -321,6 +331,76 @@ def test_a_model_of_a_task_that_is_not_registered_is_named(
         ASKED.remove("own")
     with pytest.raises(InputError, match=r"is of the task 'own', which is not registered"):
         load("run").predict(x)
+
+
+def poisson(outputs: Any, targets: Any) -> Any:
+    return (outputs.exp() - targets * outputs)[:, 0]
+
+
+class Counts(Regression):
+    """Counts, whose mean is predicted by its logarithm."""
+
+    losses = ("poisson",)
+    functions: ClassVar[Any] = {"poisson": poisson}
+    asked = True
+
+    @property
+    def code(self) -> str:
+        return f"{{}}[:, 0].exp().clamp({self.low!r}, {self.high!r})"
+
+    def encoded(self, targets: Any) -> Any:
+        return targets.reshape(-1, 1).clip(self.low, self.high).astype(np.float32)
+
+    def decoded(self, scaled: Any) -> Any:
+        return np.exp(scaled.astype(np.float64)).clip(self.low, self.high)
+
+    def compared(self, outputs: Any, targets: Any, owners: Any) -> Compared:
+        guess, truth = np.nan_to_num(self.decoded(outputs))[:, 0], targets[:, 0].astype(float)
+        return Compared(truth, guess, owners, np.zeros((len(truth), 0), np.float32))
+
+
+@pytest.fixture
+def counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Settings of a run of a task of numbers, which is registered for one test."""
+    monkeypatch.chdir(tmp_path)
+    register_task("counts")(Counts)
+    yield {"task": "counts", "sigma": 4, "steps": 2, "device": "cpu", "out": "run"}
+    TASKS.pop("counts")
+    ASKED.remove("counts")
+    FUNCTIONS.pop("poisson")
+    LOSSES.remove("poisson")
+
+
+def test_a_task_of_a_program_predicts_numbers_in_their_range(counts: dict[str, Any]) -> None:
+    draws = np.random.default_rng(0)
+    x = draws.random((200, 3))
+    y = draws.poisson(np.exp(3 * x[:, 0]))
+    data = ArrayData(x, y, low=0, high=1, target_low=0, target_high=8)
+    finished = train(dataset=data, **counts)
+    target = finished.report["data"]["target"]
+    assert (target["kind"], target["low"], target["high"]) == ("counts", 0, 8)
+    answers = load("run").predict(x).answers
+    assert ((answers >= 0) & (answers <= 8)).all()
+    assert "[:, 0].exp().clamp(0.0, 8.0)" in Path("run", "model-card.md").read_text()
+    TASKS.pop("counts")
+    try:
+        with pytest.raises(InputError, match=r"is of the task 'counts', which is not registered"):
+            load("run").predict(x)
+    finally:
+        TASKS["counts"] = Counts
+
+
+def test_a_task_of_numbers_needs_their_range(counts: dict[str, Any]) -> None:
+    x = np.random.default_rng(0).random((200, 3))
+    data = ArrayData(x, (x[:, 0] > 0.5).astype(int), low=0, high=1)
+    with pytest.raises(InputError, match="is for numbers, but <arrays> declares no range of them"):
+        resolve(dataset=data, **counts)
+    lines = [f"{first},{second}" for first, second in (9 * x[:, :2]).round()]
+    Path("table.csv").write_text("\n".join(["age,visits", *lines]))
+    schema = "columns: {age: {range: [0, 9]}}\nlabel: {column: visits, type: number}\n"
+    Path("schema.yaml").write_text(schema)
+    with pytest.raises(InputError, match="needs a public range of visits"):
+        resolve(dataset="table.csv", schema="schema.yaml", **counts)
 
 
 @pytest.mark.promise("published")

@@ -21,8 +21,7 @@ from dpmac_cli.config.networks import (
     COLUMNS,
     FEATURES,
     Backbone,
-    OwnFeatures,
-    Scattered,
+    FixedFeatures,
     TableColumns,
     UserModel,
 )
@@ -324,8 +323,9 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
             yield from fault_of_package(package, "backbones", flag)
     if weights is not None and not weights.is_file():
         yield f"{{pretrained}}: no such file: {weights}."
-    augmented = plan.settings.augment is not None
-    if augmented and (isinstance(features, Scattered | OwnFeatures) or plan.trained.part == "head"):
+    frozen = isinstance(features, FixedFeatures) or plan.trained.part == "head"
+    augmented = plan.settings.augment is not None and facts.records.kind == "images"
+    if frozen and augmented:
         yield (
             "{augmentations} uses new views in every step, but features of frozen layers are "
             "computed only once. Leave one of them out."

@@ -211,7 +211,7 @@ class FeatureKind:
     """Fixed, public features of records, by default of images.
 
     Features depend on one record and public numbers alone, so they have no privacy cost. Subclasses
-    define ``kind``, their name, and ``shape_of(records)``, the shape of the features of a record.
+    define ``kind``, their name, and :meth:`shape_of`.
     """
 
     #: Kind of records that it has features of.
@@ -227,6 +227,10 @@ class FeatureKind:
     def values(self) -> dict[str, Any]:
         """Return JSON values of everything but weights that determines the features."""
         return vars(self)
+
+    def shape_of(self, records: Records) -> tuple[int, ...]:
+        """Return the shape of the features of a record."""
+        raise NotImplementedError
 
     def lookups(self, _: Records) -> int:
         """Return the number of features at the end that are numbers of places."""

@@ -102,10 +102,16 @@ SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
 class FixedFeatures(FeatureKind):
     """Fixed features of :data:`FEATURES`, computed once for each record before training.
 
+    :data:`dpmac_cli.features.fixed.BUILDERS` has what computes them. Subclasses also define
+    :attr:`statement`.
+
     Attributes:
         kind: their name.
         about: what they are, for help and reports.
+        stored: dtype that they are stored in, as in torch.
     """
+
+    stored: ClassVar[str] = "float32"
 
     kind: str
     about: str = field(default="", compare=False, repr=False, kw_only=True)
@@ -115,13 +121,34 @@ class FixedFeatures(FeatureKind):
         """Return JSON values of everything that determines the features: their name."""
         return {"kind": self.kind}
 
+    @property
+    def statement(self) -> str:
+        """Return what they depend on, a sentence of reports and cards."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Scattered(FixedFeatures):
     """Wavelet scattering features of images (Bruna and Mallat 2013, arXiv 1203.1513).
 
     With two octaves and eight angles, as in Tramer and Boneh 2021, arXiv 2011.11660.
+
+    Attributes:
+        mirrored: whether they are of opponent colours, and the mean over an image and its mirror
+            image.
     """
+
+    stored: ClassVar[str] = "float16"
+
+    mirrored: bool = False
+
+    @property
+    def statement(self) -> str:
+        """Return what they depend on, a sentence of reports and cards."""
+        return (
+            f"The network takes fixed features of an image ({self.about}), which depend on that "
+            "image alone and contain nothing that was learnt."
+        )
 
     def shape_of(self, records: Records) -> tuple[int, ...]:
         """Return (channels, height, width) of the features of images."""
@@ -155,6 +182,14 @@ class TableColumns(FixedFeatures):
         assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
         return (sum(inputs_of(kind, width) for kind, width in records.columns),)
 
+    @property
+    def statement(self) -> str:
+        """Return what they depend on, a sentence of reports and cards."""
+        return (
+            f"The network takes fixed functions of each column ({self.about}), which depend on "
+            "their row alone."
+        )
+
     def lookups(self, records: Records) -> int:
         """Return the number of inputs at the end that are places."""
         return records.count("hashed") if isinstance(records, Table) else 0
@@ -180,6 +215,15 @@ class OwnFeatures(FixedFeatures):
         code = _code_of(getattr(self.function, "__code__", None))
         return {"kind": self.kind, "code": code}
 
+    @property
+    def statement(self) -> str:
+        """Return what they depend on, a sentence of reports and cards."""
+        return (
+            f"The network takes features of each record from a function of the program "
+            f"({self.about}), which sees one record at a time. That it was made without the "
+            "records above is declared by whoever trained the model; epsilon does not cover it."
+        )
+
     def shape_of(self, _: Records) -> tuple[int, ...]:
         """Return the shape of the features of a record."""
         return (self.width,)
@@ -194,13 +238,14 @@ def _code_of(code: Any) -> str:
 
 
 #: Fixed, public features by name, also those of :func:`register_features`.
-FEATURES: dict[str, Scattered | TableColumns | OwnFeatures] = {
+FEATURES: dict[str, FixedFeatures] = {
     "scatter": Scattered(
         "scatter",
         about="wavelet scattering with two octaves and eight angles, and group norm",
     ),
     "scatter-mirror": Scattered(
         "scatter-mirror",
+        mirrored=True,
         about="scattering of opponent colours, averaged over an image and its mirror image",
     ),
     COLUMNS: TableColumns(
@@ -323,7 +368,7 @@ class Backbone(FeatureKind):
 
 
 #: Features that a network may take instead of images, or instead of tokens of texts.
-Features = Scattered | OwnFeatures | TableColumns | Backbone | TextEncoder
+Features = FixedFeatures | Backbone | TextEncoder
 
 
 @dataclass(frozen=True)

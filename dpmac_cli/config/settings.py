@@ -242,7 +242,8 @@ class Settings(Priced, frozen=True):
     """Run the network on each sample separately, so it cannot mix samples. Slower. [default: if it
     cannot be proven that the network does not mix samples]"""
     features: Annotated[str | None, OneOf(FEATURES)] = None
-    """Train on fixed wavelet scattering features, which are not learnt, instead of the images."""
+    """Train on fixed features of the records, which are not learnt, such as wavelet scattering of
+    images."""
     backbone: Annotated[str | None, OneOf((*BACKBONES, *ENCODERS), OWN_ENCODER)] = None
     """Train on features of this public network of images or texts."""
     backbone_size: Annotated[int | None, Field(ge=32, le=1024)] = None
@@ -291,8 +292,8 @@ class Settings(Priced, frozen=True):
     schema: str | Path | None = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
     task: Annotated[str | None, OneOf(ASKED)] = None
-    """Train a language model on the texts themselves, without labels. [default: the task of the
-    labels]"""
+    """Task: language-model continues the texts themselves, without labels. [default: the task of
+    the labels]"""
     tokens: Annotated[int | None, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] = None
     """Largest number of tokens of a text; in a table, the schema has it. [default: 128]"""
     unit: str | None = None

@@ -43,22 +43,36 @@ def number_in(arrays: Arrays, dataset: Declaration) -> Regression | None:
     is_declared = any(name in arrays for name in DECLARED)
     if not labelled or not is_declared:
         return None
-    number = _declared(arrays, dataset)
+    task = dataset.settings.task
+    kind = _kind_of_numbers(task)
+    number = _declared(arrays, dataset, kind or Regression)
     check_name(number.name)
-    if dataset.settings.task is not None:
+    if kind is None:
         raise InputError(
-            f"{{task=}}{dataset.settings.task} is for classes, but {dataset.path} declares a range "
-            "of numbers to predict. Leave out one of them."
+            f"{{task=}}{task} is for classes, but {dataset.path} declares a range of numbers to "
+            "predict. Leave out one of them."
+        )
+    if task is not None and number.open:
+        raise InputError(
+            f"{{task=}}{task} needs a public range of {number.name}, but {dataset.path} declares "
+            "only that it is a number. Declare the range in its schema, such as range: [0, 100]."
         )
     return number
 
 
-def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
+def _kind_of_numbers(task: str | None) -> type[Regression] | None:
+    """Return the class of a task that predicts numbers, by default Regression; None for others."""
+    kind = Regression if task is None else TASKS[task]
+    return kind if issubclass(kind, Regression) else None
+
+
+def _declared(arrays: Arrays, dataset: Declaration, kind: type[Regression]) -> Regression:
     """Return the number to predict that arrays declare, by default y without a transform.
 
     Args:
         arrays: arrays of a reader. Those that declare a number have one value each.
         dataset: the dataset, for messages.
+        kind: class of the number.
 
     Raises:
         InputError: with every fault of the declaration.
@@ -87,7 +101,7 @@ def _declared(arrays: Arrays, dataset: Declaration) -> Regression:
         low = float(ends[0].item())
         high = float(ends[1].item())
         transform = values["target_transform"].item()
-        number = Regression((name,), low, high, transform)
+        number = kind((name,), low, high, transform)
         faults += [f"{name}: {fault}" for fault in faults_of_range(low, high, transform)]
     raise_errors(f"{dataset.path}: {fault}." for fault in faults)
     return number
@@ -251,19 +265,24 @@ def task_in(
 
     Args:
         arrays: arrays with labels, and with class names if they are declared.
-        dataset: the dataset, whose settings may name a task for classes.
+        dataset: the dataset, whose settings may name a task.
         number: the number to predict; None for classes.
         folders: class names that a reader found, used if none are declared. Without them, classes
             have the names of their numbers.
 
     Raises:
-        InputError: no classifier can be trained on the classes.
+        InputError: no classifier can be trained on the classes, or the task is for numbers.
     """
     task = dataset.settings.task
     if not is_labelled(task):
         return LanguageModel()
     if number is not None:
         return number
+    if task is not None and _kind_of_numbers(task) is not None:
+        raise InputError(
+            f"{{task=}}{task} is for numbers, but {dataset.path} declares no range of them. "
+            "Declare target_low and target_high, or in a schema the range of the label."
+        )
     if CLASSES in arrays:
         names = tuple(map(str, arrays[CLASSES]))
     elif folders:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli.config.networks import SCATTERED, OwnFeatures
+from dpmac_cli.config.networks import OwnFeatures
 from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
-from dpmac_cli.features.scattering import Scattering
 from dpmac_cli.randomness.layers import forked, seed_all
 
 T = TypeVar("T")
@@ -164,19 +163,6 @@ def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
             return list(pool.map(function, items))
     finally:
         torch.set_num_threads(count)
-
-
-def with_features(head: nn.Module, shape: tuple[int, ...], kind: str = "scatter") -> FrozenFeatures:
-    """Apply a network to scattering features, stored in float16 to save memory and disk.
-
-    A group norm of 27 groups precedes it, as in Tramer and Boneh 2021, arXiv 2011.11660. ``shape``
-    is (channels, height, width) of an image; ``Scattered(kind)`` has that of the network's input.
-    """
-    channels, height, width = shape
-    norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
-    network: nn.Module = nn.Sequential(Scattering(height, width), norm)
-    network = Mirrored(network) if kind == "scatter-mirror" else network
-    return FrozenFeatures(network, head, torch.float16)
 
 
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:

@@ -24,20 +24,18 @@ from dpmac_cli.config.datasets import Signature
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.networks import (
     MODELS,
-    Backbone,
     BuiltIn,
     Features,
-    OwnFeatures,
-    TableColumns,
+    FixedFeatures,
     Trained,
     UserModel,
 )
-from dpmac_cli.config.records import Images, Records, Table
+from dpmac_cli.config.records import Images
 from dpmac_cli.dp.torch_errors import what_failed
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.features.backbones import PublicBackbone, at_a_time
-from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, WithHead, with_features
-from dpmac_cli.features.tables import TableInputs
+from dpmac_cli.features.fixed import with_fixed_features
+from dpmac_cli.features.frozen import FrozenFeatures, WithHead
 from dpmac_cli.features.texts import PUBLISHED_OF_TEXTS, TextFeatures, example_of
 from dpmac_cli.models import architectures
 from dpmac_cli.models.checked_parts import MIXING_LAYERS
@@ -136,10 +134,8 @@ def _behind(
         if not head_only:
             return on_texts(texts, head)
         return FrozenFeatures(texts, head, torch.float32, PUBLISHED_OF_TEXTS)
-    if isinstance(features, OwnFeatures | TableColumns):
-        return FrozenFeatures(_of_rows(features, records), head, torch.float32)
-    if not isinstance(features, Backbone):
-        return with_features(head, (*records.shape,), features.kind)
+    if isinstance(features, FixedFeatures):
+        return with_fixed_features(head, features, records)
     assert isinstance(records, Images)  # noqa: S101  (a backbone reads them alone)
     backbone = PublicBackbone(features, records)
     network = (
@@ -147,14 +143,6 @@ def _behind(
     )
     network.at_a_time = at_a_time(features.size)
     return network
-
-
-def _of_rows(features: OwnFeatures | TableColumns, records: Records) -> nn.Module:
-    """Return a network without parameters that computes features of each record alone."""
-    if isinstance(features, OwnFeatures):
-        return OneByOne(features)
-    assert isinstance(records, Table)  # noqa: S101  (it reads tables alone)
-    return TableInputs(records)
 
 
 def build_network(name: str, signature: Signature) -> nn.Module:

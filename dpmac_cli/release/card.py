@@ -16,6 +16,7 @@ import yaml
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import price
+from dpmac_cli.config.networks import FEATURES, OwnFeatures
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.libraries import jinja2, markdown_it, torch
@@ -252,6 +253,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         percent=percent_or_dash,
         number=number,
         plain=model if _is_plain(model) else None,
+        own_features=_are_own(report.settings.features),
         epochs=report.network.steps / trained.steps_per_epoch,
         sampler=trained.sampler,
         parts=_parts(report),
@@ -261,6 +263,11 @@ def model_card(report: Report, model: "nn.Module") -> str:
         open_questions=QUESTIONS,
         samplers=SAMPLERS,
     )
+
+
+def _are_own(features: str | None) -> bool:
+    """Return whether features are those of a program, which may have registered them or not."""
+    return features is not None and isinstance(FEATURES.get(features), OwnFeatures | None)
 
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:

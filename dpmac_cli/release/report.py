@@ -33,6 +33,7 @@ from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import MOST_PARTS, Number, Part, PrintableText, Sha256
 from dpmac_cli.tasks.calibration import Calibration, cell_count
 from dpmac_cli.tasks.operating_point import OperatingPoint
+from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.residuals import EDGES, Residuals
 from dpmac_cli.tasks.task import ASKED, TASKS, EvaluationMetric, Task, task_of
 
@@ -110,13 +111,21 @@ def _kind(name: str) -> str:
     return name
 
 
+def _kind_of_numbers(name: str) -> str:
+    if name not in TASKS:
+        raise _UnknownTaskError(name)
+    if not issubclass(TASKS[name], Regression):
+        raise ValueError("is not a task of numbers")
+    return name
+
+
 class Target(Part):
     """A number to predict, in a public range."""
 
     name: PrintableText
     """Name of the column, or y."""
-    kind: Literal["regression"]
-    """Task."""
+    kind: Annotated[str, AfterValidator(_kind_of_numbers)]
+    """Task: regression, or one of your own that a program registered."""
     low: AnyNumber
     """Lowest number; others are clipped to the range."""
     high: AnyNumber

@@ -11,12 +11,9 @@ from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import listed
 from dpmac_cli.config.networks import (
-    FEATURES,
     PARTS,
     Backbone,
-    OwnFeatures,
-    Scattered,
-    TableColumns,
+    FixedFeatures,
 )
 from dpmac_cli.config.records import Texts
 from dpmac_cli.optim.optimizer import InBall
@@ -151,8 +148,10 @@ def features(run: DescribedRun) -> Iterator[str]:
     network, trained = run.plan.features, run.plan.trained.part
     if isinstance(network, TextEncoder):
         yield from _features_of_texts(run, network)
-    elif isinstance(network, Scattered | OwnFeatures | TableColumns | Backbone):
-        yield _features_of_records(run, network)
+    elif isinstance(network, FixedFeatures):
+        yield network.statement
+    elif network is not None:
+        yield _features_of_backbone(run, network)
     if run.pretrained:
         yield (
             f"Training started from the weights in {run.pretrained}, which are treated as "
@@ -170,30 +169,12 @@ def features(run: DescribedRun) -> Iterator[str]:
     yield f"The trained part is {part}. Everything else is unchanged from the published weights."
 
 
-def _features_of_records(
-    run: DescribedRun, network: Scattered | OwnFeatures | TableColumns | Backbone
-) -> str:
-    """Return what features of images, tables or a program's records depend on."""
-    about = _about(run, network.kind)
-    if isinstance(network, Scattered):
-        return (
-            f"The network takes fixed features of an image ({about}), which depend on that image "
-            "alone and contain nothing that was learnt."
-        )
-    if isinstance(network, OwnFeatures):
-        return (
-            f"The network takes features of each record from a function of the program ({about}), "
-            "which sees one record at a time. That it was made without the records above is "
-            "declared by whoever trained the model; epsilon does not cover it."
-        )
-    if isinstance(network, TableColumns):
-        return (
-            f"The network takes fixed functions of each column ({about}), which depend on their "
-            "row alone."
-        )
+def _features_of_backbone(run: DescribedRun, backbone: Backbone) -> str:
+    """Return what features of images by a public network depend on."""
+    about = _about(run, backbone.kind)
     return (
-        f"The network takes features of an image from a public network ({about}), which depend "
-        "on that image alone. Neither its weights nor the data that they were trained on are "
+        f"The network takes features of an image from a public network ({about}), which depend on "
+        "that image alone. Neither its weights nor the data that they were trained on are "
         "covered. If any of the records above were in that data, epsilon does not include it."
     )
 
@@ -222,11 +203,8 @@ def _features_of_texts(run: DescribedRun, encoder: TextEncoder) -> Iterator[str]
 
 
 def _about(run: DescribedRun, kind: str) -> str:
-    """Return the name of features in words; of one that is not registered, its folder."""
-    if run.registered is not None:
-        return str(run.registered.about)
-    fixed = FEATURES.get(kind)
-    return f"the folder {kind}" if fixed is None else fixed.about
+    """Return a public network in words; of one that is not registered, its folder."""
+    return f"the folder {kind}" if run.registered is None else str(run.registered.about)
 
 
 def public(run: DescribedRun) -> Iterator[str]:
@@ -409,9 +387,12 @@ TOPICS: Mapping[str, Callable[[DescribedRun], Iterator[str]]] = {
         *(mechanism, tuning, data_domain, audit, not_covered),
     )
 }
-#: Topics that are lists, and those that only a run with privacy has.
+#: Topics that are lists, and those that a run without privacy has, too: what they say holds there.
 LISTS = ("public", "not_covered")
-OF_PRIVACY = ("mechanism", "tuning", "data_domain", "audit", "public")
+WITHOUT_PRIVACY = (
+    *("audit_run", "seeds", "randomness", "covered_scores", "test_records", "public_records"),
+    *("texts", "features", "search", "calibration", "ranges", "residuals", "not_covered"),
+)
 
 
 def sentences_of(run: DescribedRun) -> dict[str, str | tuple[str, ...]]:
@@ -421,7 +402,7 @@ def sentences_of(run: DescribedRun) -> dict[str, str | tuple[str, ...]]:
     """
     by_topic: dict[str, str | tuple[str, ...]] = {}
     for name, topic in TOPICS.items():
-        if name in OF_PRIVACY and not run.private:
+        if not run.private and name not in WITHOUT_PRIVACY:
             continue
         sentences = tuple(topic(run))
         if sentences:

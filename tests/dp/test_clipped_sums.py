@@ -27,11 +27,11 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
-from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, StandardisedConv2d
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Lookups, StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import UseSizes
 from dpmac_cli.dp.clipping.layer_calls import chain_of
 from dpmac_cli.dp.clipping.layer_gradients import Instantiated, PerSampleGradients
-from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layer_rules import RULES, Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.looked_up import LookedUp
 from dpmac_cli.dp.clipping.norms import RegionMetric
@@ -57,6 +57,14 @@ RECORDS, CLASSES = 6, 3
 KINDS = ("ball", "ellipsoid")
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 SMALL = {f"{case.group}: {case.name}": case for case in CASES}
+#: A network of each layer with a rule. It runs on a whole chunk at once, and so without the trial
+#: that would find a wrong rule.
+ALONE = (
+    *("Linear: Linear, at 12 positions", "embeddings: Embedding, padding_idx"),
+    *("convolutions: Conv1d", "convolutions: Conv2d", "convolutions: Conv3d"),
+    *("convolutions: StandardisedConv2d, 2 groups", "norms: ConstantNorm", "norms: GroupNorm"),
+    *("norms: LayerNorm", "norms: RMSNorm"),
+)
 #: Networks that vmap cannot run.
 LOOPED = {
     "LSTM, packed sequence",
@@ -101,8 +109,8 @@ def every_case() -> Iterator[Any]:
             *setting, dtype = SETTINGS[(number + shift) % len(SETTINGS)]
             marks = [pytest.mark.long] if shift or (number > 8 and number % 2) else []
             yield pytest.param(name, *setting, torch.float64 if many else dtype, marks=marks)
-    # Known layers that run on a whole chunk have no trial, which would find a wrong rule.
-    yield pytest.param("norms: ConstantNorm", "at once", "ellipsoid", 1, torch.float64)
+    for name in ALONE:
+        yield pytest.param(name, "at once", "ellipsoid", 1, torch.float64)
 
 
 @pytest.mark.promise("one")
@@ -131,6 +139,14 @@ def test_sums_are_those_of_each_record_alone(
     else:
         assert subject.per_sample.vmapped == (case.name not in LOOPED), subject.per_sample.notes
     assert_matches_oracle(subject, x, torch.zeros(x.shape[: min(views, 2)]).long(), kind)
+
+
+@pytest.mark.promise("one")
+def test_every_rule_is_tried_on_a_whole_chunk() -> None:
+    networks = [built(SMALL[name]) for name in ALONE]
+    assert None not in map(chain_of, networks)
+    in_linear_with_places = {Lookups}  # see the rows that a sample reads in several views
+    assert {*map(type, networks)} | in_linear_with_places == {*RULES}
 
 
 def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> None:

@@ -50,7 +50,7 @@ Rule = Callable[[Any, "Use"], Gradients]
 
 #: Rules by exact type.
 RULES: dict[type[nn.Module], Rule] = {}
-#: Names of parameters that rules know.
+#: Names of parameters that rules know. A layer with another one is not recorded.
 KNOWN = frozenset({"weight", "bias", "gain"})
 
 
@@ -59,6 +59,9 @@ def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
 
     The function gets a module and a :class:`Use` of it, and returns the gradients of each sample by
     parameter name, shape (samples, ...) each, or outer products for a weight.
+
+    A layer with a rule must act on each row of its input alone: a sequence of such layers runs on a
+    whole chunk at once, without vmap, and then no trial compares the rule with autograd.
 
     Args:
         kinds: exact types. A subclass has no rule, because its forward may be another one. A type
@@ -82,7 +85,7 @@ class Use:
 
     Attributes:
         module: the module that was called.
-        inputs: its input, shape (samples * rows, ...).
+        inputs: its input, shape (samples * rows, ...); see :meth:`of`.
         grad_output: gradients of the loss w.r.t. its output, shape (samples * rows, ...).
         rows: number of adjacent rows per sample, whose gradients are summed.
         computed: weights of the call, if the layer computes them; ``module`` is then a plain layer.
@@ -107,12 +110,14 @@ class Use:
         """Return the use of a module by a chunk, of which each sample called it once.
 
         Layers on the last dimensions get shape (samples, positions, ...), so that a sample has one
-        row; convolutions and norms of channels get one row for each of the leading dimensions.
+        row. Convolutions, norms of channels and all other layers get shape (samples * rows,
+        channels, ...): one row for each of the dimensions before the channels.
 
         Args:
             module: a module with a rule.
-            inputs: its input, shape (samples, ...).
-            grad_output: gradient of the loss w.r.t. its output, shape (samples, ...).
+            inputs: its input, shape (samples, ...); for a layer with channels (samples, rows,
+                channels, ...), as the network calls it with one or more rows of each sample.
+            grad_output: gradient of the loss w.r.t. its output, with the same first dimensions.
             computed: weights of the call, if the layer computes them; None for others.
         """
         samples = len(grad_output)
