@@ -258,15 +258,6 @@ def test_threads_take_one_step_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     assert (sorted(numbers), max(most)) == ([1, 2, 3, 4], 1)
 
 
-def test_a_folder_that_is_taken_is_refused_before_the_training(tmp_path: Path) -> None:
-    train_digits(out=tmp_path / "run", steps=1)
-    with pytest.raises(InputError, match=r"already contains a run.* or add force=True to replace"):
-        make_private(network(), "digits", out=tmp_path / "run", **SETTINGS)
-    private = make_private(network(), "digits", out=tmp_path / "run", force=True, **SETTINGS)
-    private.step()
-    assert private.publish().folder == tmp_path / "run"
-
-
 def test_a_refused_folder_loses_nothing_that_was_trained(tmp_path: Path) -> None:
     train_digits(out=tmp_path / "run", steps=1)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
