@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from PIL import Image
 from scipy import stats
 
@@ -552,3 +553,15 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     baseline = comparison(shown("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)
+
+
+def test_a_comparison_is_as_its_schema_describes() -> None:
+    path = Path(__file__).parent.parent / "docs" / "compare.schema.json"
+    schema = json.loads(path.read_text())
+    written = json.loads(json.dumps(as_json(WHOLE)))
+    assert [fault.message for fault in Draft202012Validator(schema).iter_errors(written)] == []
+    of_numbers = {**written["rows"][0], "mean": 7.5, "values": {"0": 7.5}}  # an error, not a share
+    written["rows"] = [of_numbers]
+    assert [*Draft202012Validator(schema).iter_errors(written)] == []
+    written["rows"] = [{**of_numbers, "standing": "first"}]
+    assert [*Draft202012Validator(schema).iter_errors(written)]
