@@ -23,6 +23,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import choices_of
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, as_flags
+from dpmac_cli.release.plots import Point, curves
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.train import resume_folder, train_plan
 from dpmac_cli.runs.resolve import resolve
@@ -565,3 +566,17 @@ def test_a_comparison_is_as_its_schema_describes() -> None:
     assert [*Draft202012Validator(schema).iter_errors(written)] == []
     written["rows"] = [{**of_numbers, "standing": "first"}]
     assert [*Draft202012Validator(schema).iter_errors(written)]
+
+
+def test_lines_on_each_other_are_told_apart_without_colour() -> None:
+    points = [Point(epoch, epoch / 10, 0.5 + epoch / 100) for epoch in range(1, 21)]
+    cells = {f"cell {number}": points for number in range(9)}
+    figure = curves(cells, "accuracy")
+    for panel in figure.get_axes():
+        lines = panel.get_lines()
+        assert len({line.get_marker() for line in lines}) == len(lines)
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines)
+        first, second = (line.get_markevery() for line in lines[:2])
+        assert first != second  # neighbours have marks at different points
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*cells]
