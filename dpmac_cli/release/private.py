@@ -58,8 +58,9 @@ class PrivateTraining(PrivateProgram):
             the class weights of the loss, if any.
         largest_weight: largest number that ``weights`` returns, which is public.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
-            optimizer="dp-macadam"``. Without ``epsilon`` and ``sigma``, epsilon is 3. The folder
-            ``out``, where :meth:`publish` writes, is checked before the training.
+            optimizer="dp-macadam"``. Without ``epsilon`` and ``sigma``, epsilon is at most 3 by
+            default. The folder ``out``, where :meth:`publish` writes, is checked before the
+            training.
 
     The network gets arrays and torch datasets as they are given, clipped to their range, so it is
     used afterwards as any other network: ``model(x)``. ``standardise="half"`` maps the range to

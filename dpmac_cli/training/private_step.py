@@ -133,7 +133,8 @@ class PrivateStep(PrivateProgram):
         account: account of the records, of :meth:`.Account.create` or :meth:`.Account.open`. Every
             step begins there too, and epsilon, its target and ``max_epsilon`` cover everything that
             it counts. By default what this network carries along is all that is counted.
-        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=1, epochs=10``.
+            Without ``epsilon`` and ``sigma``, epsilon is at most 3 by default.
 
     Raises:
         InputError: settings cannot be used; lists every fault found.
