@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dpmac_cli.accounting.events import SAMPLERS
@@ -40,6 +41,7 @@ from dpmac_cli.config.settings import GROUPS, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.studies.written import Study
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import NETWORK
 
@@ -316,9 +318,9 @@ def escaped(text: str) -> str:
 def report() -> str:
     """Return the page of the keys of report.json and compare.json."""
     parts = [REPORT]
-    compare = json.loads((DOCS / "compare.schema.json").read_text(encoding="utf-8"))
-    described = json.loads(report_schema())
-    for name, schema in (("report", inlined(described, described["$defs"])), ("compare", compare)):
+    for name, text in (("report", report_schema()), ("compare", compare_schema())):
+        described = json.loads(text)
+        schema = inlined(described, described["$defs"])
         parts += [f"### {name}.json\n", schema["description"] + "\n"]
         rows = list(dict.fromkeys(keys(schema)))
         parts.append(table(KEY, [row for row in rows if not re.search(r"[.\[]", row[0])]))
@@ -330,7 +332,17 @@ def report() -> str:
 
 def report_schema() -> str:
     """Return the JSON Schema of report.json."""
-    schema = Report.model_json_schema(mode="serialization")
+    return schema_of(Report)
+
+
+def compare_schema() -> str:
+    """Return the JSON Schema of compare.json."""
+    return schema_of(Study)
+
+
+def schema_of(model: type[BaseModel]) -> str:
+    """Return the JSON Schema of what a model writes."""
+    schema = model.model_json_schema(mode="serialization")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(untitled({**head, **schema}), indent=2) + "\n"
 
@@ -719,6 +731,7 @@ def optimizers() -> str:
 #: Pages and schemas in the tree, and what writes them.
 WRITTEN = {
     "configuration.md": configuration,
+    "compare.schema.json": compare_schema,
     "report.schema.json": report_schema,
     "performance.md": performance,
     "recipes.md": recipes,

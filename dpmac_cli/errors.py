@@ -8,24 +8,34 @@ from typing import ClassVar
 
 BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
-#: A setting in a message: ``{batch_size}``, or before a value ``{batch_size=}128``.
-_SETTING = re.compile(r"\{([a-z]\w*)(=?)\}")
+#: A setting in a message: ``{batch_size}``, before a value ``{batch_size=}128``, or a switch that
+#: is to be set, ``{force=True}``.
+_SETTING = re.compile(r"\{([a-z]\w*)(=True|=?)\}")
 #: Text without a space that is too long to read, of which a message shows the beginning.
 _ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
 
 def as_flags(message: str) -> str:
-    """Return a message for a person who types commands, with ``--batch-size 128``."""
+    """Return a message for a person who types commands.
+
+    >>> as_flags("Use {batch_size=}128, or add {skip_bad=True}.")
+    'Use --batch-size 128, or add --skip-bad.'
+    """
 
     def flag(setting: re.Match[str]) -> str:
-        name, has_value = setting.groups()
-        return f"--{name.replace('_', '-')}{' ' * len(has_value)}"
+        name, ending = setting.groups()
+        before_value = " " if ending == "=" else ""
+        return f"--{name.replace('_', '-')}{before_value}"
 
     return _SETTING.sub(flag, message)
 
 
 def as_keywords(message: str) -> str:
-    """Return a message for the author of a program, with ``batch_size=128``."""
+    """Return a message for the author of a program.
+
+    >>> as_keywords("Use {batch_size=}128, or add {skip_bad=True}.")
+    'Use batch_size=128, or add skip_bad=True.'
+    """
     return _SETTING.sub(r"\1\2", message)
 
 

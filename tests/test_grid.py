@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from PIL import Image
 from scipy import stats
 
@@ -22,6 +23,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import choices_of
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, as_flags
+from dpmac_cli.release.plots import Point, curves
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.train import resume_folder, train_plan
 from dpmac_cli.runs.resolve import resolve
@@ -552,3 +554,29 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     baseline = comparison(shown("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)
+
+
+def test_a_comparison_is_as_its_schema_describes() -> None:
+    path = Path(__file__).parent.parent / "docs" / "compare.schema.json"
+    schema = json.loads(path.read_text())
+    written = json.loads(json.dumps(as_json(WHOLE)))
+    assert [fault.message for fault in Draft202012Validator(schema).iter_errors(written)] == []
+    of_numbers = {**written["rows"][0], "mean": 7.5, "values": {"0": 7.5}}  # an error, not a share
+    written["rows"] = [of_numbers]
+    assert [*Draft202012Validator(schema).iter_errors(written)] == []
+    written["rows"] = [{**of_numbers, "standing": "first"}]
+    assert [*Draft202012Validator(schema).iter_errors(written)]
+
+
+def test_lines_on_each_other_are_told_apart_without_colour() -> None:
+    points = [Point(epoch, epoch / 10, 0.5 + epoch / 100) for epoch in range(1, 21)]
+    cells = {f"cell {number}": points for number in range(9)}
+    figure = curves(cells, "accuracy")
+    for panel in figure.get_axes():
+        lines = panel.get_lines()
+        assert len({line.get_marker() for line in lines}) == len(lines)
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines)
+        first, second = (line.get_markevery() for line in lines[:2])
+        assert first != second  # neighbours have marks at different points
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*cells]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +107,11 @@ def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) 
     card = (table / "run" / "model-card.md").read_text()
     for name, (low, high) in report["data"]["ranges"].items():
         assert f"`{name}`, a " in card
-        assert f"{low:.4g} to {high:.4g}" in card
+        ends = f"{low:.4g} to {high:.4g}"
+        if name == "since":
+            ends = " to ".join(str(np.datetime64(int(day), "D")) for day in (low, high))
+            assert re.search(r"a date of .*: 20\d\d-\d\d-\d\d to 20\d\d-\d\d-\d\d, by noisy", card)
+        assert ends in card
     assert {"age", "income", "since"} == report["data"]["ranges"].keys()
 
 
@@ -126,6 +131,11 @@ def test_the_screen_names_the_counts_and_predictions_take_new_words_and_gaps(tab
     assert len(answers) == 4
     assert answers[["p_bad", "p_good"]].notna().to_numpy().all()
     assert dpmac("eval", "run").exit_code == 0
+    made = dpmac("predict", "run", "new.csv", "--out", "fewer.csv", "--skip-bad")
+    assert made.exit_code == 0, made.output
+    printed = " ".join(made.output.split())
+    assert "1 record of new.csv is left out: Record 2 has no number in age: '?'" in printed
+    assert pd.read_csv("fewer.csv")["row"].tolist() == [0, 2, 3]
 
 
 @pytest.mark.promise("reading")
@@ -136,7 +146,10 @@ def test_a_cell_that_is_no_number_is_missing_and_stops_nothing(table: Path) -> N
     frame.to_csv("people.csv", index=False)
     resolved = plan()
     assert "1 cell of age is no number, and counts as missing" in " ".join(resolved.private_notes)
-    assert "2 cells of smoker are no truth value" in " ".join(resolved.private_notes)
+    assert (
+        "2 cells of smoker are no truth value, and count as missing (records 5 and 6)"
+        in " ".join(resolved.private_notes)
+    )
     assert "missing" not in " ".join([*resolved.notes, *resolved.chosen])
 
 

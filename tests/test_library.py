@@ -12,16 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+from torch.utils.data import TensorDataset
 
 import dpmac_cli
-from dpmac_cli import ArrayData, InputError, Settings, TrainingEvent, make_private
+from dpmac_cli import (
+    ArrayData,
+    InputError,
+    Poisson,
+    PrivateStep,
+    Settings,
+    TrainingEvent,
+    clipped_grad,
+    make_private,
+)
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.flags import is_switch
+from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.dp.clipping.batches import Batch
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError, as_flags, as_keywords
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
-from tests.digits_runs import digits_config, run_trainer
+from tests.digits_runs import digits_config, run_trainer, train_digits
 from tests.helpers import load_data
 
 SOURCE = Path(dpmac_cli.__file__)
@@ -60,6 +75,7 @@ def _messages_of_a_command() -> None:
     ("written", "typed", "called"),
     [
         ("Use {no_dp}.", "Use --no-dp.", "Use no_dp."),
+        ("Or add {force=True}.", "Or add --force.", "Or add force=True."),
         ("{epochs=}5 is {steps}.", "--epochs 5 is --steps.", "epochs=5 is steps."),
         ("Type: dpmac eval --json {A} {}.", *["Type: dpmac eval --json {A} {}."] * 2),
     ],
@@ -69,6 +85,44 @@ def test_messages_name_settings_as_they_are_given(written: str, typed: str, call
     assert error.errors == (written,)
     assert as_flags(written) == typed
     assert str(error) == as_keywords(written) == called
+
+
+def test_messages_that_say_to_set_a_switch_name_its_value() -> None:
+    switches = "|".join(name for name, field in SETTINGS.items() if is_switch(field))
+    told = re.compile(rf"(?:[Aa]dd|with)[\s\"]+\{{+(?:{switches})\}}+")
+    for file in SOURCE.parent.rglob("*.py"):
+        assert not told.findall(file.read_text()), file
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_training(tmp_path: Path) -> None:
+    train_digits(out=tmp_path / "run", steps=1)
+    with pytest.raises(InputError, match=r"already contains a run.* or add force=True to replace"):
+        make_private(net(), "digits", out=tmp_path / "run", sigma=6, steps=2)
+    private = make_private(net(), "digits", out=tmp_path / "run", force=True, sigma=6, steps=2)
+    private.step()
+    assert private.publish().folder == tmp_path / "run"
+
+
+def test_batch_norm_is_replaced_where_a_message_offers_it() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    batch = (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
+    records = TensorDataset(*batch)
+    sampling = Poisson(n=6, batch_size=3)
+    with pytest.raises(ModelError, match=r"or add fix_norm=True to replace it\.$"):
+        PrivateStep(normed(), loss, sampling=sampling, sigma=2, steps=1).loader(records)
+    step = PrivateStep(normed(), loss, sampling=sampling, sigma=2, steps=1, fix_norm=True)
+    for drawn in step.loader(records):
+        step(drawn)
+    assert step.taken == 1
+    assert type(step.model.get_submodule("1")) is nn.GroupNorm
+    with pytest.raises(ModelError, match=r"or add fix_norm=True to replace it\.$"):
+        clipped_grad(normed(), loss, ball(1.0), batch_size=6)(batch)
+    assert clipped_grad(normed(), loss, ball(1.0), batch_size=6, fix_norm=True)(batch).any()
 
 
 def test_a_misspelt_setting_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Private training of an existing network in a Python program."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -255,3 +256,18 @@ def test_threads_take_one_step_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     with ThreadPoolExecutor(2) as threads:
         numbers = [*threads.map(lambda _: private.step(), range(4))]
     assert (sorted(numbers), max(most)) == ([1, 2, 3, 4], 1)
+
+
+def test_a_refused_folder_loses_nothing_that_was_trained(tmp_path: Path) -> None:
+    train_digits(out=tmp_path / "run", steps=1)
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    private = make_private(network(), "digits", **SETTINGS)
+    list(private)
+    with pytest.raises(InputError, match="call publish with another folder, such as publish") as no:
+        private.publish(tmp_path / "run")
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    another = re.findall(r"publish\('(.*)'\)", str(no.value))[0]
+    report = private.publish(another).report
+    assert report["network"]["steps"] == private.taken == len(private)
+    with pytest.raises(InputError, match=r"publish needs a folder, such as publish\("):
+        private.publish()

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dpmac_cli
 from dpmac_cli import (
     ArrayData,
     InputError,
+    Poisson,
+    PrivateStep,
     Run,
+    before_0_4,
     compare,
     from_dataframe,
     load,
@@ -24,10 +28,12 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config import settings
 from dpmac_cli.config.facts import in_memory
+from dpmac_cli.release.report import Report
+from tests.typed import dpmac
 
 SETTINGS: dict[str, Any] = {"dataset": "digits", "sigma": 4, "epochs": 2, "device": "cpu"}
-BEFORE: dict[str, str] = vars(dpmac_cli)["_BEFORE_0_4"]
 ROOT = Path(__file__).parent.parent
 IMAGES = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8) % 17
 
@@ -164,7 +170,7 @@ def test_a_comparison_does_not_take_records_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_name_of_version_0_3_says_what_to_write_instead() -> None:
-    for name, instead in BEFORE.items():
+    for name, instead in before_0_4.NAMES.items():
         with pytest.raises(ImportError) as failure:
             getattr(dpmac_cli, name)
         assert str(failure.value).endswith(f"Use: {instead}")
@@ -180,7 +186,7 @@ def test_a_name_of_version_0_3_says_what_to_write_instead() -> None:
 
 def test_the_page_on_upgrading_has_each_function_that_is_gone() -> None:
     page = (ROOT / "docs/upgrading.md").read_text(encoding="utf-8")
-    for name, instead in BEFORE.items():
+    for name, instead in before_0_4.NAMES.items():
         assert instead.startswith("from ") or f"`{name}" in page or f"({name}(" in page, name
 
 
@@ -188,3 +194,48 @@ def test_every_public_name_is_imported() -> None:
     assert len(dpmac_cli.__all__) <= 35
     for name in dpmac_cli.__all__:
         assert getattr(dpmac_cli, name) is not None
+
+
+@pytest.mark.parametrize("setting", ["fork", "score_every", "tuned_on", "minutes"])
+def test_a_setting_of_version_0_3_names_the_page(setting: str) -> None:
+    page = "It is of version 0.3: docs/upgrading.md says what to write instead."
+    with pytest.raises(InputError) as caught:
+        train({"dataset": "digits", setting: 5})
+    assert str(caught.value) == f"There is no setting '{setting}'. {page}"
+    made = dpmac("train", f"--{setting.replace('_', '-')}", "5")
+    assert made.exit_code == 2
+    assert page in " ".join(made.stderr.split())
+
+
+@pytest.mark.parametrize("flags", [("--sampler", "cyclic"), ("--metric", "nmae")])
+def test_a_value_of_version_0_3_names_the_page(flags: tuple[str, str]) -> None:
+    made = dpmac("train", "--dataset", "digits", *flags)
+    assert made.exit_code == 2
+    printed = " ".join(made.stderr.split())
+    assert f"not '{flags[1]}'." in printed
+    assert "docs/upgrading.md says what to write instead" in printed
+
+
+def test_keys_and_methods_of_version_0_3_name_the_page() -> None:
+    def mean_of(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).mean(1)  # type: ignore[no-any-return]
+
+    run = Run({"epsilon": 3.0}, Path(), lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(KeyError, match=r"'privacy'\. It is of version 0\.3: docs/upgrading\.md"):
+        _ = run.report["privacy"]
+    with pytest.raises(KeyError, match=r"^'epsilom'$"):
+        _ = run.report["epsilom"]
+    step = PrivateStep(nn.Linear(2, 2), mean_of, sampling=Poisson(n=9, batch_size=3), sigma=1)
+    with pytest.raises(AttributeError, match=r"'load_parameters'\. It is of version 0\.3"):
+        step.load_parameters({})  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"^PrivateStep has no attribute 'step'$"):
+        step.step()  # type: ignore[attr-defined]
+
+
+def test_names_of_version_0_3_are_gone() -> None:
+    """A name that this version has again must not be said to be gone."""
+    assert not before_0_4.SETTINGS & settings.SETTINGS.keys()
+    assert not before_0_4.KEYS & Report.model_fields.keys()
+    page = (ROOT / "docs" / "upgrading.md").read_text()
+    for name in before_0_4.SETTINGS | before_0_4.VALUES:
+        assert re.search(rf"\b{name.replace('_', '[-_]')}\b", page), name

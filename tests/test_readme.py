@@ -17,7 +17,9 @@ from torchvision.datasets import FakeData
 from torchvision.transforms import ToTensor
 from typer.testing import CliRunner
 
+from dpmac_cli import Poisson, PrivateStep, make_private
 from dpmac_cli.cli.app import app
+from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.release import prediction
 from dpmac_cli.release.train import train_plan
@@ -170,3 +172,18 @@ def test_every_command_of_readme_and_guides_runs(
             assert result.exit_code == 0, f"{command}\n{result.output}"
         else:
             subprocess.run([program, *typed], check=True)
+
+
+def test_the_default_epsilon_is_said_where_a_newcomer_starts() -> None:
+    said = f"{EPSILON:g} by default"
+    for text in (
+        read(README),
+        read(DOCS / "tour.md"),
+        read(DOCS / "own-loop.md"),
+        PrivateStep.__doc__,
+        make_private.__doc__,
+    ):
+        assert said in " ".join(str(text).split())
+    sampling = Poisson(n=1000, batch_size=100)
+    step = PrivateStep(nn.Linear(2, 2), lambda model, x: model(x).mean(1), sampling=sampling)
+    assert step.plan.settings.epsilon == EPSILON

@@ -358,6 +358,22 @@ def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     assert len(trained.rates) == 5
 
 
+@pytest.mark.parametrize("moment", ["plan_search", "carry_out_search"])
+def test_ctrl_c_says_what_is_left_at_any_moment(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command if moment == "plan_search" else tuning, moment, pressed)
+    made = dpmac("tune", "--dataset", "digits", "--epsilon", "3", "--out", "tuned")
+    assert made.exit_code == INTERRUPTED
+    printed = " ".join(made.stderr.split())
+    assert "Nothing of the search was released, so no epsilon was spent." in printed
+    assert "To start it again, repeat the command." in printed
+    assert not Path("tuned").exists()
+
+
 def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint says that its cost is not that of one run."""
 

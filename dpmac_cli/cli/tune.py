@@ -1,5 +1,7 @@
 """dpmac tune: search for the best settings, and publish the best trial only."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -52,6 +54,25 @@ def tune(
     trial has a result, memory ran out or the device failed, 130 interrupted (nothing was
     released, and nothing spent).
     """
+    try:
+        _tune(settings, config, out, dry_run=dry_run, json=json, quiet=quiet)
+    except KeyboardInterrupt:
+        stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
+
+
+def _tune(
+    settings: Mapping[str, Any],
+    config: Path | None,
+    out: Path | None,
+    *,
+    dry_run: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Plan a search, carry it out and print its best trial. See :func:`tune` for the arguments.
+
+    Raises KeyboardInterrupt if it was stopped, by one Ctrl-C after the step that it is in.
+    """
     with console.waiting(quiet, "settings and noise"):
         space = plan_search(settings, config, out)
     if not quiet:
@@ -63,10 +84,7 @@ def tune(
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
     with console.waiting(quiet, "searching"), stop_request() as stop_asked:
-        try:
-            finished = late.tune.carry_out_search(space, stop_asked)
-        except KeyboardInterrupt:
-            stop(f"interrupted. {RELEASED} To start it again, repeat the command.", INTERRUPTED)
+        finished = late.tune.carry_out_search(space, stop_asked)
     if json:
         console.print_result(to_json(finished.report))
     screen.print(*late.display.summary(finished, space.plans[0].settings.metric), sep="\n")

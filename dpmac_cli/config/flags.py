@@ -38,6 +38,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
+from dpmac_cli import before_0_4
 from dpmac_cli.errors import InputError, as_keywords, raise_errors
 
 #: A number in text, as a regular expression.
@@ -351,6 +352,8 @@ def unknown(name: str, known: Iterable[str], renamed: Mapping[str, str]) -> str:
     ours = renamed.get(name)
     if ours in names:
         return f"There is no setting '{name}'. In dpmac it is called {{{ours}}}."
+    if name in before_0_4.SETTINGS:
+        return f"There is no setting '{name}'. {before_0_4.SEE}"
     return f"There is no setting '{name}'.{near(name, names, '{{{}}}'.format)}"
 
 
@@ -434,4 +437,6 @@ def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
     else:
         shown = value if re.fullmatch(NUMBER, value) else f"'{value}'"
         error = f"{{{name}}}: {why}, not {shown}.{near(value, choices_of(known[name]).names)}"
+        if value in before_0_4.VALUES:
+            error += f" {before_0_4.SEE}"
     return f"{places[name]}: {as_keywords(error)}" if name in places else error

@@ -130,7 +130,7 @@ def _not_zero(sigma: float) -> float:
     """Return a noise multiplier above 0; raise the fault of pydantic for 0, which is no privacy."""
     if sigma == 0:
         raise PydanticCustomError(
-            "no_dp", "Input should be above 0 (to train without privacy use {no_dp})"
+            "no_dp", "Input should be above 0 (to train without privacy use {no_dp=True})"
         )
     return sigma
 

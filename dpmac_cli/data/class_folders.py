@@ -30,7 +30,7 @@ FOLDER = "folder"
 #: Label of a file of no class.
 NO_CLASS = -1
 #: What to do about files that are no records, and about records that cannot be used.
-UNLESS_SKIPPED = " Correct or remove them, or add {skip_bad} to leave them out."
+UNLESS_SKIPPED = " Correct or remove them, or add {skip_bad=True} to leave them out."
 #: How to name the unit of each file.
 UNIT_OF = (
     "To match the 17 in patient17.png, use {unit=}'patient([0-9]+)'. {unit=}folder is for paths "

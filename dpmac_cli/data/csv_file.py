@@ -135,8 +135,8 @@ class CsvFile:
         if not skip_bad:
             refuse(
                 [*broken.values()],
-                f" Correct {self.path}, or add {{skip_bad}} to read each line by itself and leave "
-                "these records out.",
+                f" Correct {self.path}, or add {{skip_bad=True}} to read each line by itself and "
+                "leave these records out.",
             )
         is_record = fits[1:]
         places = np.cumsum(is_record) - 1

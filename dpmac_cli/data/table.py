@@ -200,7 +200,7 @@ def _read_labelled(declared: Declaration) -> Reading:
     good, left_out = rows.used(
         settings.skip_bad,
         f" Correct {table.path} or its schema (missing: input accepts records without a value), or "
-        "add {skip_bad} to leave these records out.",
+        "add {skip_bad=True} to leave these records out.",
     )
     arrays: ArrayDict = {"low": low, "high": high, **declared_by(label)}
     sides = _sides(schema, rows, good, left_out.reasons, table.path)
@@ -313,10 +313,12 @@ def read_inputs(declared: Declaration) -> Reading:
     refuse(faults, f" {table.path} has the columns {', '.join(table.names)}.")
     rows = table.rows(used, schema.columns, skip_bad)
     x, _, _ = inputs_in(schema.columns, rows, declared.texts)
+    if skip_bad:
+        rows.reject_unread()
     good, left_out = rows.used(
         skip_bad,
-        f" Correct {table.path} to fit the schema of the model, or add {{skip_bad}} to leave these "
-        "records out.",
+        f" Correct {table.path} to fit the schema of the model, or add {{skip_bad=True}} to leave "
+        "these records out.",
     )
     arrays: ArrayDict = {"x": x[good], "name": np.flatnonzero(good).tolist()}
     if named_by is not None:

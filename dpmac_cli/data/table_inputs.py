@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import NAMED, LeftOut, refuse, some_of
+from dpmac_cli.config.facts import NAMED, LeftOut, first_of, refuse, some_of
 from dpmac_cli.config.records import PLACES, Numbers, Table
 from dpmac_cli.config.tokens import TextReader
 from dpmac_cli.data.column_schema import YEAR, Column, Label
@@ -76,7 +76,9 @@ class TableRows:
         cells: columns, shape (records,) each.
         broken: why records cannot be read, by their number; their cells are null.
         bad: masks of other records that cannot be used, by the reason as a message says it.
-        remarks: private notes on cells that count as missing.
+        unread: cells that are no value of the type of their column and count as missing: the
+            column, the fault ("no number") and a mask, shape (records,).
+        remarks: private notes on these cells, and on categories that are not declared.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TableRows:
     ) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
         self.bad: dict[str, BoolArray] = {}
+        self.unread = list[tuple[Column, str, BoolArray]]()
         self.remarks = list[str]()
         self._lost = np.isin(range(len(self)), [*broken])
 
@@ -110,6 +113,30 @@ class TableRows:
         if column is not None and records.any():
             reason += HIDDEN if self._texts else self._shown(records, column)
         self.bad[reason] = records | self.bad.get(reason, False)
+
+    def remark(self, column: Column, fault: str, cells: BoolArray, read_as: str) -> None:
+        """Add a remark on cells that count as something else; none if there are no such cells.
+
+        Args:
+            column: the column of the cells.
+            fault: what they are, such as "no number".
+            cells: which cells, shape (records,).
+            read_as: what they count as, such as "missing".
+        """
+        numbers = [f"{row + 1:,}" for row in np.flatnonzero(cells).tolist()]
+        if not numbers:
+            return
+        several = len(numbers) > 1
+        verbs = ("are", "count") if several else ("is", "counts")
+        self.remarks.append(
+            f"{counted(len(numbers), 'cell')} of {column.name} {verbs[0]} {fault}, and {verbs[1]} "
+            f"as {read_as} (record{'s' * several} {first_of(numbers)})"
+        )
+
+    def reject_unread(self) -> None:
+        """Make the cells of :attr:`unread` reasons why their records cannot be used."""
+        for column, fault, cells in self.unread:
+            self.add(f"{fault} in {column.name}", cells, column)
 
     def _shown(self, records: BoolArray, column: Column | Label) -> str:
         """Return some different cells of a column for a message, with advice.
@@ -293,6 +320,7 @@ def _block(
         values, missing = values_in(rows.cells[column.name], column)
         is_category = values[:, None] == np.arange(len(column.categories))
         is_other = np.isnan(values) & ~missing
+        rows.remark(column, "no declared category", is_other, "another value")
         block = np.column_stack([is_category, is_other])
         low, high = FLAG
         width = block.shape[1]
@@ -342,13 +370,9 @@ def _block_without_range(
     """
     values, missing = values_in(rows.cells[column.name], column)
     unknown = np.isnan(values)
-    strange = int((unknown & ~missing).sum())
-    if strange:
-        verbs = ("is", "counts") if strange == 1 else ("are", "count")
-        rows.remarks.append(
-            f"{counted(strange, 'cell')} of {column.name} {verbs[0]} no "
-            f"{ONE_OF_TYPE[column.type]}, and {verbs[1]} as missing"
-        )
+    fault, is_unread = f"no {ONE_OF_TYPE[column.type]}", unknown & ~missing
+    rows.unread.append((column, fault, is_unread))
+    rows.remark(column, fault, is_unread, "missing")
     low, high = -FARTHEST, FARTHEST
     if column.type == "boolean":
         low, high = 0.0, 1.0

@@ -22,7 +22,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.settings import DATA, GROUPS
 from dpmac_cli.data.table_schema import TableSchema
-from dpmac_cli.errors import InputError, as_keywords
+from dpmac_cli.errors import InputError, as_keywords, counted
 from dpmac_cli.estimators.budget import Budget
 from dpmac_cli.estimators.records import (
     NOT_FINITE,
@@ -33,6 +33,7 @@ from dpmac_cli.estimators.records import (
     is_frame,
     schema_from,
     table_with,
+    target_range,
     words_in,
 )
 from dpmac_cli.files import write_atomically
@@ -298,7 +299,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         declared = self.classes
         if declared is None and schema is not None and schema.label is not None:
             declared = _in_type_of(labels, schema.label.classes)
-        self.classes_ = np.unique(labels) if declared is None else np.asarray(declared)
+        self.classes_ = np.unique(labels) if declared is None else _declared_classes(declared)
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
         names = [str(label) for label in self.classes_]
@@ -314,7 +315,11 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         places = {label: place for place, label in enumerate(self.classes_.tolist())}
         others = set(labels.tolist()) - places.keys()
         if others:
-            raise InputError(f"y has {len(others)} labels that are not in classes=.")
+            verb = "is" if len(others) == 1 else "are"
+            raise InputError(
+                f"y has {counted(len(others), 'label')} that {verb} not in classes="
+                f"{self.classes_.tolist()!r}. Declare every label that a record may have."
+            )
         return np.array([places[label] for label in labels.tolist()], np.int64)
 
     def _by_class(self) -> tuple[list[float] | str | None, list[float] | None]:
@@ -386,7 +391,7 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
         label: dict[str, Any] = {"type": "number"}
         declared: dict[str, Any] = {"target_transform": transform, "target_name": "y"}
         if bounds is not None:
-            low, high = map(float, bounds)
+            low, high = target_range(bounds)
             label |= {"range": [low, high], "transform": transform or "none"}
             declared |= {"target_low": low, "target_high": high}
         numbers = targets.astype(np.float64)
@@ -395,6 +400,20 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
     def predict(self, X: Any) -> NDArray[np.float64]:
         """Return the number of each record, within ``target_bounds``, shape (records,)."""
         return self._predictions(X).answers[:, 0].astype(np.float64)
+
+
+def _declared_classes(classes: Any) -> NDArray[Any]:
+    """Return the labels of ``classes=``, shape (classes,).
+
+    Raises InputError unless they are at least two different ones in a row.
+    """
+    labels = np.asarray(classes)
+    if labels.ndim != 1 or len(set(labels.tolist())) < max(2, len(labels)):
+        raise InputError(
+            "classes= must list the labels that records may have, two or more different ones, such "
+            f"as classes=[0, 1], not {classes!r}."
+        )
+    return labels
 
 
 def _in_type_of(labels: NDArray[Any], names: Sequence[Any] | None) -> Sequence[Any] | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dpmac_cli.config.facts import InMemoryData
+from dpmac_cli.config.facts import InMemoryData, first_of
 from dpmac_cli.data.column_schema import Label
 from dpmac_cli.data.in_memory import ArrayData, from_dataframe
 from dpmac_cli.data.table import table_of
@@ -100,7 +100,47 @@ def _ends_of(bounds: Any, columns: int) -> tuple[NDArray[Any], NDArray[Any]]:
             raise InputError(
                 f"bounds=(low, high): {name} has {numbers} numbers for {columns} columns. {wanted}"
             )
+    _check_order("bounds", bounds, np.broadcast_to(low < high, columns))
     return low, high
+
+
+def target_range(bounds: Any) -> tuple[float, float]:
+    """Return the public range of the numbers to predict, (low, high).
+
+    Args:
+        bounds: ``target_bounds`` of :class:`~dpmac_cli.PrivateRegressor`.
+
+    Raises:
+        InputError: it is not two numbers of which the first is smaller.
+    """
+    try:
+        low, high = map(float, bounds)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"target_bounds must be two numbers, (low, high), not {bounds!r}."
+        ) from None
+    _check_order("target_bounds", bounds, np.array([low < high]))
+    return low, high
+
+
+def _check_order(name: str, bounds: Any, in_order: NDArray[np.bool_]) -> None:
+    """Raise InputError unless the low end of every range is below its high end.
+
+    Args:
+        name: name of the argument.
+        bounds: the argument, for the message.
+        in_order: whether low is below high, shape (columns,).
+    """
+    wrong = np.flatnonzero(~in_order).tolist()
+    if not wrong:
+        return
+    where = ""
+    if len(wrong) < len(in_order):
+        where = f" in {first_of(f'X[:, {place}]' for place in wrong)}"
+    raise InputError(
+        f"{name}={bounds!r}: low is not below high{where}. Write the lower end of the public range "
+        f"first: {name}=(low, high)."
+    )
 
 
 def table_with(

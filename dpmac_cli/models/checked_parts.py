@@ -50,7 +50,7 @@ def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
         raise ModelError(
             f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
             "batch and keeps statistics of them without noise. Use "
-            "nn.GroupNorm(groups, channels) instead, or add {fix_norm} to replace it."
+            "nn.GroupNorm(groups, channels) instead, or add {fix_norm=True} to replace it."
         )
     if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
         raise ModelError(

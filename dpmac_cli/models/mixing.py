@@ -25,7 +25,7 @@ NOT_THE_MEAN = (
     "The loss returns one number for a batch, which is not the mean of the losses that its samples "
     "have alone, and dpmac trains on each sample alone. Return one real loss per sample, a tensor "
     "of shape (samples,): cross_entropy(output, target, reduction='none'), or for tokens, "
-    "(losses * mask).sum(1). If the loss of each sample alone is what you mean, add {isolate}."
+    "(losses * mask).sum(1). If the loss of each sample alone is what you mean, add {isolate=True}."
 )
 
 
@@ -179,5 +179,5 @@ def _mixed(model: nn.Module, name: str) -> ModelError:
     return ModelError(
         f"{where} computes something else for a batch than for one sample at a time, and "
         "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
-        f"other values than you meant. {remedy}. If you mean it, add {{isolate}}."
+        f"other values than you meant. {remedy}. If you mean it, add {{isolate=True}}."
     )

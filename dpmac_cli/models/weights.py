@@ -183,7 +183,9 @@ class PublicWeights:
         if rest:
             remedy = ""
             if any(name.endswith("running_mean") for name in faults):
-                remedy = " Only one of them has batch norm; {fix_norm} removes it from the network."
+                remedy = (
+                    " Only one of them has batch norm; {fix_norm=True} removes it from the network."
+                )
             raise ModelError(
                 f"{self.path} does not fit the network: {some_of(rest)[0]}. Only the "
                 "last layer may be missing or have another shape. Use the network that the "

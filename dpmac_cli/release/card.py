@@ -5,8 +5,10 @@ has front matter that model repositories read, and answers the questions of NIST
 """
 
 import functools
+import math
 import re
 from collections.abc import Mapping
+from datetime import date
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,8 +204,23 @@ def templates() -> "Environment":
         "epsilon": statements.format_epsilon,
         "as_code": _as_code,
         "as_text": _as_text,
+        "as_number": "{:.4g}".format,
+        "as_date": _as_date,
     }
     return environment
+
+
+def _as_date(days: float) -> str:
+    """Return the date of a number of days since 1970-01-01, as in 2024-12-31.
+
+    A noisy end before the year 1 or after the year 9999, where no cell has a date, is cut to it.
+
+    >>> _as_date(17812.5), _as_date(-1e9)
+    ('2018-10-08', '0001-01-01')
+    """
+    day = math.floor(days) + date(1970, 1, 1).toordinal()
+    possible = max(date.min.toordinal(), min(day, date.max.toordinal()))
+    return date.fromordinal(possible).isoformat()
 
 
 def _as_code(name: str) -> str:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 #: dashes for printing without colour.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
+#: Marks of points, so that lines are told apart where they cross or run on each other.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
+#: Number of points of a line that have a mark.
+MARKED = 5
 KINDS = (".png", ".svg", ".pdf")
 
 
@@ -129,6 +133,9 @@ class Point(NamedTuple):
 def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
     """Draw scores over epsilon, and over epochs.
 
+    Each of the first 28 lines has a colour with a kind of dash of its own, and neighbours in the
+    legend have different marks, at different points: lines on each other are seen as several.
+
     Args:
         cells: points of each cell of a study, by its name; each is a line.
         score: name of the score in words.
@@ -136,7 +143,7 @@ def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = Tr
     """
     figure, (by_epsilon, by_epoch) = new_figure(2)
     scale = 100 if share else 1
-    for name, points in cells.items():
+    for number, (name, points) in enumerate(cells.items()):
         epochs, scores = list[float](), list[float]()
         spent, scores_of_spent = list[float](), list[float]()
         for point in points:
@@ -145,15 +152,22 @@ def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = Tr
             if point.epsilon is not None:
                 spent.append(point.epsilon)
                 scores_of_spent.append(scale * point.score)
-        label = _as_text(name)
-        by_epsilon.plot(spent, scores_of_spent, marker=".", label=label)
-        by_epoch.plot(epochs, scores, marker=".", label=label)
+        apart = max(1, len(points) // MARKED)
+        look: dict[str, Any] = {
+            "marker": MARKERS[number % len(MARKERS)],
+            "markersize": 5,
+            "markevery": (number % apart, apart),
+            "label": _as_text(name),
+        }
+        by_epsilon.plot(spent, scores_of_spent, **look)
+        by_epoch.plot(epochs, scores, **look)
     title = f"test {score}, percent" if share else f"test {score}"
     by_epsilon.set(xlabel="epsilon of one run", ylabel=title)
     by_epoch.set(xlabel="epoch", ylabel=title)
     by_epoch.locator_params("x", integer=True)
     if cells:
-        by_epoch.legend(fontsize="small")
+        handles, labels = by_epoch.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 

@@ -58,7 +58,9 @@ class PrivateTraining(PrivateProgram):
             the class weights of the loss, if any.
         largest_weight: largest number that ``weights`` returns, which is public.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
-            optimizer="dp-macadam"``.
+            optimizer="dp-macadam"``. Without ``epsilon`` and ``sigma``, epsilon is at most 3 by
+            default. The folder ``out``, where :meth:`publish` writes, is checked before the
+            training.
 
     The network gets arrays and torch datasets as they are given, clipped to their range, so it is
     used afterwards as any other network: ``model(x)``. ``standardise="half"`` maps the range to
@@ -107,6 +109,8 @@ class PrivateTraining(PrivateProgram):
         resolved = resolve({**asked, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.settings.device)
         plan = _as_asked(resolved.plan.on(str(device)), asked)
+        if plan.settings.out is not None:
+            folder.check_chosen_folder(plan.settings.out, plan.settings.force)
         if plan.settings.cover_scores:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if function is not None:
@@ -187,20 +191,32 @@ class PrivateTraining(PrivateProgram):
         return self._step.evaluate()
 
     @torch.no_grad()
-    def publish(self, out: str | Path, *, force: bool = False) -> Run:
+    def publish(self, out: str | Path | None = None, *, force: bool = False) -> Run:
         """Write the model, its report and its card to a run folder, like ``train``.
 
         Args:
-            out: a new or empty folder.
-            force: whether to replace an existing run in it.
+            out: a new or empty folder; None for the setting ``out``, which was checked before the
+                training.
+            force: whether to replace an existing run in it; also the setting ``force``.
+
+        Returns:
+            The run, which can score and predict.
 
         Raises:
             DivergedError: a weight is no longer finite.
-            InputError: the folder cannot be used.
+            InputError: the folder cannot be used, or none is set. Nothing is written, and the
+                training stays as it is: call it again with another folder.
             ModelError: the network is no longer the one that was validated.
         """
-        trainer, where, plan = self._step, Path(out), self.plan
-        folder.check_chosen_folder(where, force)
+        trainer, plan = self._step, self.plan
+        chosen = plan.settings.out if out is None else out
+        if chosen is None:
+            raise InputError('publish needs a folder, such as publish("my-run").')
+        where = Path(chosen)
+        try:
+            folder.check_chosen_folder(where, force or plan.settings.force)
+        except InputError as failure:
+            raise InputError([*failure.errors, _KEPT.format(f"{where}-2")]) from None
         trainer.check_finite()
         trainer.check_network()
         step = trainer.state.step
@@ -223,6 +239,13 @@ class PrivateTraining(PrivateProgram):
             folder.clear(where)
             session.begin_files()
             return publish(session, self.model)
+
+
+#: Remedy for a folder that cannot be used once the training is over.
+_KEPT = (
+    "Nothing was written, and this program still holds what was trained: call publish with another "
+    "folder, such as publish({!r}). To have the folder checked before the training, set {{out}}."
+)
 
 
 def _check_asked(asked: Mapping[str, Any]) -> None:

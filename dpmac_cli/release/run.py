@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.before_0_4 import ReportValues
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import to_json
 from dpmac_cli.models.build import Network
@@ -49,6 +50,9 @@ class Run:
     read: Callable[[], Released] = field(repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
     private_notes: tuple[str, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "report", ReportValues(self.report))
 
     @cached_property
     def released(self) -> Released:

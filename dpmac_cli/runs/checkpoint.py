@@ -92,5 +92,5 @@ def read(run: Path) -> Checkpoint:
         pass
     raise InputError(
         f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
-        f"{{force}} and {{out=}}{run}."
+        f"{{force=True}} and {{out=}}{run}."
     )

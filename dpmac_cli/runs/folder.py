@@ -319,8 +319,8 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         )
     if not force:
         raise InputError(
-            f"{{out=}}{folder} already contains a run. Use another folder, or add {{force}} to "
-            "replace it."
+            f"{{out=}}{folder} already contains a run. Use another folder, or add {{force=True}} "
+            "to replace it."
         )
     raise_errors(_in_the_way(folder))
 

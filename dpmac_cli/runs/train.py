@@ -345,7 +345,7 @@ def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Plan, Inherited]:
     damaged = (
         f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of steps "
         "taken is unknown, and the run cannot be resumed. Start a new one, or replace it with "
-        f"{{force}} and {{out=}}{run}."
+        f"{{force=True}} and {{out=}}{run}."
     )
     # A ledger that was put back from a backup does not know the later parts of its run.
     if account is None or account.begun < step or len(account.before) < saved.record.parts:

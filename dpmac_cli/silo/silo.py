@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -432,12 +433,13 @@ class Silo:
             raise InputError(f"An older copy of {self.folder / ACCOUNT} was restored.")
 
     def _note(self, failure: Exception) -> None:
-        """Write the reason of a failure to the folder, where its owner alone can read it."""
+        """Write the time and the reason of a failure to the folder, for its owner alone."""
         path = self.folder / PROBLEMS
         with suppress(OSError):  # which would say more than may be shown
             path.touch(files.PRIVATE_MODE)
             with path.open("a", encoding="utf-8") as file:
-                file.write(f"{type(failure).__name__}: {failure}\n")
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                file.write(f"{now} {type(failure).__name__}: {failure}\n")
 
 
 def _used_by(network: nn.Module, functions: tuple[BatchLoss, ...]) -> Callable[[Batch], None]:

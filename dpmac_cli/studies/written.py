@@ -66,29 +66,112 @@ ONE_SEED = (
 OTHERS = " Other runs on the same records add to the cost, also those deleted or replaced."
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of compare.json.
+#: Largest number of characters of a label, of which figures are drawn.
+LONGEST = 500
+Seed = Annotated[str, Field(pattern="^[0-9]+$")]
+Seconds = Annotated[float, Field(ge=0)]
 
-    Its keys are described in docs/compare.schema.json. Numbers that are not finite are None.
+
+class Row(Part):
+    """Runs that differ only in their seed. There is an additional key for each axis: the value that
+    the row has of it, as typed.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[str, Field(max_length=LONGEST)]]
+
+    sigma: Number
+    """Noise multiplier; 0 without privacy."""
+    epsilon: Number | None
+    """Epsilon of one run at delta. Null without privacy."""
+    mean: AnyNumber | None
+    """Mean of the metric. Null if no run finished, or if it is not defined."""
+    std: Number | None
+    """Sample standard deviation over seeds. Null for fewer than two."""
+    seeds: Annotated[int, Field(ge=0)]
+    """Number of runs that finished."""
+    values: dict[Seed, AnyNumber | None]
+    """The metric of each run that finished, by seed. Null where it is not defined."""
+    failures: dict[Seed, str]
+    """Errors of the other runs, by seed."""
+    standing: Literal["best", "tied", ""]
+    """best: better than every other in its column by the test; tied: not distinguishable from the
+    best; empty otherwise."""
+    difference: AnyNumber | None
+    """Mean difference from the best mean of the column, over the seeds that both have. Null for the
+    best itself, and with fewer than five such seeds."""
+    difference_interval: tuple[AnyNumber, AnyNumber] | None
+    """95% interval of that difference, by itself, of a paired t-test: low, high. Null as for
+    difference."""
+    training_seconds: Seconds | None
+    """Mean seconds of training of a run. Null if no run finished."""
+
+
+class _Versioned(Part):
+    """A compare.json of any version."""
+
+    schema_version: int
+
+
+class Study(Part):
+    """Means and standard deviations over seeds. Seeds are named, so every epsilon holds only
+    against people who do not know them.
+    """
+
+    schema_version: Annotated[int, Field(json_schema_extra={"const": SCHEMA_VERSION})]
+    """Increases when a key is removed or changes its meaning."""
+    dataset: str
+    """What was trained on, as typed."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Delta of every epsilon here."""
+    metric: Literal[tuple(METRICS)]  # type: ignore[valid-type]
+    """Metric on the test records that is compared."""
+    axes: Annotated[tuple[str, ...], Field(min_length=1, max_length=100)]
+    """Settings that distinguish rows, by the names of their flags."""
+    column: Literal["sigma", "epsilon"]
+    """Setting that the columns of the table are."""
+    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
+    """One object for each row and column of the table."""
+    epsilon_of_the_study: Number | None
+    """Epsilon of all runs together: what publishing the winner costs at most. Null if it is not
+    finite."""
+    remarks: tuple[str, ...]
+    """Notes that must accompany the table."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for row in self.rows:
+            if not all(isinstance(getattr(row, axis, None), str) for axis in self.axes):
+                raise ValueError("a row has no label of an axis")
+            if getattr(row, self.column) is None:
+                raise ValueError(f"a row has no {self.column}")
+        return self
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the content of compare.json: a :class:`Study` as JSON values.
+
+    Numbers that are not finite are None.
     """
     grid = comparison.grid
-    return {
+    study = {
         "schema_version": SCHEMA_VERSION,
         "dataset": grid.plan.facts.typed,
         "delta": grid.plan.settings.delta,
         "metric": grid.plan.settings.metric,
-        "axes": list(grid.axes),
+        "axes": grid.axes,
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
         "epsilon_of_the_study": finite_or_none(comparison.epsilon),
         "remarks": remarks(comparison),
     }
+    return Study.model_validate(study).model_dump(mode="json")
 
 
-def _row(cell: Cell) -> dict[str, Any]:
-    """Return a cell as JSON values; numbers that are not finite become null."""
+def _row(cell: Cell) -> Row:
+    """Return a cell as a row; numbers that are not finite become None."""
     difference = cell.difference
-    return {
+    values = {
         **dict(cell.labels),
         "sigma": cell.sigma,
         "epsilon": finite_or_none(cell.epsilon),
@@ -99,18 +182,19 @@ def _row(cell: Cell) -> dict[str, Any]:
         "failures": {str(seed): reason for seed, reason in cell.failures.items()},
         "standing": cell.standing,
         "difference": None if difference is None else difference.mean,
-        "difference_interval": None if difference is None else [difference.low, difference.high],
+        "difference_interval": None if difference is None else (difference.low, difference.high),
         "training_seconds": finite_or_none(cell.seconds),
     }
+    return Row.model_validate(values)
 
 
 def as_csv(comparison: Comparison) -> str:
     """Return one line per cell."""
     rows = list[dict[str, Any]]()
     for cell in comparison.cells:
-        row = _row(cell)
+        row = _row(cell).model_dump(mode="json")
         low, high = row.pop("difference_interval") or (None, None)
-        rows.append({**row, "difference_low": low, "difference_high": high})
+        rows.append({**dict(cell.labels), **row, "difference_low": low, "difference_high": high})
     columns = [name for name in rows[0] if name not in ("values", "failures")]
     return to_csv(columns, rows)
 
@@ -199,48 +283,6 @@ def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
     return texts
 
 
-#: Largest number of characters of a label in a figure.
-LONGEST = 500
-
-
-class _Row(Part):
-    """A row of compare.json, as far as a web page shows it.
-
-    Its other keys are labels, by the names of the axes. They are compared and drawn as texts.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    sigma: Number
-    epsilon: Number | None
-    mean: AnyNumber | None
-    std: Number | None
-
-
-class _Study(Part):
-    """Values of compare.json that a web page shows.
-
-    Numbers are bounded and labels short, whoever wrote the file.
-    """
-
-    schema_version: int
-    dataset: str
-    metric: Literal[tuple(METRICS)]  # type: ignore[valid-type]
-    axes: Annotated[tuple[str, ...], Field(min_length=1, max_length=100)]
-    column: Literal["sigma", "epsilon"]
-    rows: Annotated[tuple[_Row, ...], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for row in self.rows:
-            labels = [getattr(row, axis, None) for axis in self.axes]
-            if not all(isinstance(label, str) and len(label) <= LONGEST for label in labels):
-                raise ValueError("a row has no label of an axis, or one that is too long")
-            if getattr(row, self.column) is None:
-                raise ValueError(f"a row has no {self.column}")
-        return self
-
-
 def study_page(out: Path) -> str:
     """Return a web page of a study, from the files of :func:`write_comparison`.
 
@@ -256,12 +298,13 @@ def study_page(out: Path) -> str:
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
     file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
     try:
-        study = _Study.model_validate_json(values, strict=True).model_dump()
+        version = _Versioned.model_validate_json(values, strict=True).schema_version
+        if version != SCHEMA_VERSION:
+            raise InputError(f"{file} was written by another version of dpmac: compare again.")
+        study = Study.model_validate_json(values, strict=True).model_dump()
     except ValueError as failure:
         why = first_fault(failure)
         raise InputError(f"{file} is not a comparison of dpmac ({why}). {remedy}") from failure
-    if study["schema_version"] != SCHEMA_VERSION:
-        raise InputError(f"{file} was written by another version of dpmac: compare again.")
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
     picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
     return web_page(title + table.decode(), {"The same as a picture": picture})

@@ -27,6 +27,7 @@ from dpmac_cli.errors import (
     ModelError,
     raise_errors,
 )
+from dpmac_cli.models.build import without_batch_norm
 from dpmac_cli.models.digest import identical
 from dpmac_cli.models.trial_samples import (
     BatchLoss,
@@ -170,6 +171,7 @@ def clipped_grad(
     *,
     batch_size: int,
     physical_batch: int = 256,
+    fix_norm: bool = False,
     isolate: bool = False,
     weights: Callable[[Batch], Tensor] | None = None,
     largest_weight: float = 1.0,
@@ -193,6 +195,7 @@ def clipped_grad(
         region: region to clip to, such as :func:`~dpmac_cli.ball`; a program may replace it.
         batch_size: expected number of records in a batch, which must not depend on the records.
         physical_batch: records to process at a time.
+        fix_norm: replace batch norm by group norm, in the network itself.
         isolate: accept a network that computes something else for a batch than for one record.
         weights, largest_weight: see :class:`PrivateStep`.
 
@@ -207,6 +210,8 @@ def clipped_grad(
         if not value >= 1
     )
     weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
+    if fix_norm:
+        model = without_batch_norm(model)
     objective, sizes = Objective(model, loss), (batch_size, physical_batch)
     return ClippedGrad(objective, region, *sizes, isolate=isolate, weigh=weigh)
 

@@ -3,7 +3,7 @@
 import threading
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.part import Part
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
+from dpmac_cli.before_0_4 import METHODS, SEE
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import (
@@ -98,6 +99,13 @@ class PrivateProgram(Unshared):
         if cut:
             notes = (*notes, CUT.format(counted(cut, "record")))
         return tuple(as_keywords(note) for note in notes)
+
+    if not TYPE_CHECKING:  # otherwise mypy would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, which says where to look for a method of version 0.3."""
+            page = f". {SEE}" if name in METHODS else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{page}")
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size

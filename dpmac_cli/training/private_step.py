@@ -39,6 +39,7 @@ from dpmac_cli.errors import (
     ModelError,
     raise_errors,
 )
+from dpmac_cli.models.build import without_batch_norm
 from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import (
     BatchLoss,
@@ -77,7 +78,17 @@ from dpmac_cli.training.torch_datasets import check_copies
 
 #: Settings of docs/configuration.md that a step has.
 SETTINGS_OF_STEP = (
-    *("isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta", "secure"),
+    *(
+        "fix_norm",
+        "isolate",
+        "epochs",
+        "steps",
+        "sigma",
+        "epsilon",
+        "max_epsilon",
+        "delta",
+        "secure",
+    ),
     *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
     *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
 )
@@ -122,7 +133,8 @@ class PrivateStep(PrivateProgram):
         account: account of the records, of :meth:`.Account.create` or :meth:`.Account.open`. Every
             step begins there too, and epsilon, its target and ``max_epsilon`` cover everything that
             it counts. By default what this network carries along is all that is counted.
-        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=1, epochs=10``.
+            Without ``epsilon`` and ``sigma``, epsilon is at most 3 by default.
 
     Raises:
         InputError: settings cannot be used; lists every fault found.
@@ -170,6 +182,8 @@ class PrivateStep(PrivateProgram):
         counted = earlier if account is None else (*earlier, account)
         before = tuple(event for each in counted for event in each.own)
         completed = given_settings(settings)
+        if completed.fix_norm:
+            self._model = without_batch_norm(model)
         facts = _facts_of_batches(sampling, completed.model)
         plan = plan_run(completed, facts, earlier=before)
         notes = checks.notes(plan, completed.explicit)

@@ -43,10 +43,11 @@ def train(dataset: str | Path, *flags: str) -> Path:
     return Path("run")
 
 
-def predicted(run: Path, data: Path | str, *flags: str) -> list[dict[str, str]]:
-    """Rows of the file that a command writes."""
+def predicted(run: Path, data: Path | str, *flags: str, note: str = "") -> list[dict[str, str]]:
+    """Rows of the file that a command writes, and the note that it prints."""
     result = dpmac("predict", run, data, *flags)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert result.exit_code == 0, result.output
+    assert note in result.stderr if note else not result.stderr
     with Path("predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     written = f"{len(rows)} record{'s' * (len(rows) != 1)}"
@@ -147,7 +148,7 @@ def tabular() -> Path:
 
 def test_a_table_without_its_label(tabular: Path) -> None:
     Path("new.csv").write_text("id,town,age,more\n7,Ulm,30,x\n007,,200,y\n9,Kiel,3.5,z\n")
-    rows = predicted(tabular, "new.csv")
+    rows = predicted(tabular, "new.csv", note="1 cell of town is no declared category")
     assert list(rows[0]) == ["row", "id", "predicted", "p_low", "p_high"]
     assert [row["id"] for row in rows] == ["7", "007", "9"]
     x = np.array([[30.0, 1, 0, 0, 0], [100, 0, 0, 0, 1], [3.5, 0, 0, 1, 0]])
@@ -161,6 +162,16 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     Path("other.csv").write_text("id\n7\n")
     assert "There is no column age, which the schema declares; There" in refused(
         tabular, "other.csv"
+    )
+
+
+def test_a_category_that_is_not_declared_is_named_with_its_record(tabular: Path) -> None:
+    Path("new.csv").write_text("town,age\nUlm,30\nUlm ,30\nulm,30\nKöln,9\n,9\n")
+    result = dpmac("predict", tabular, "new.csv")
+    assert result.exit_code == 0, result.output
+    assert (
+        "about your records, do not publish: new.csv: 2 cells of town are no declared category, "
+        "and count as another value (records 3 and 4)." in " ".join(result.stderr.split())
     )
 
 

@@ -59,7 +59,7 @@ def test_classes_that_are_found_in_the_labels_are_said_to_be() -> None:
     assert any(note.startswith("Classes of") for note in found.notes_)
     assert declared.report_["data"]["taken_from_records"] == []
     assert [*declared.classes_] == ["low", "high"]
-    with pytest.raises(InputError, match="labels that are not in classes"):
+    with pytest.raises(InputError, match=r"y has 1 label that is not in classes=\["):
         classifier(classes=["low", "middle"]).fit(X, Y)
 
 
@@ -264,3 +264,28 @@ def test_names_that_need_no_scikit_learn_do_not_import_it(name: str) -> None:
     slow = "{'sklearn', 'torch'} & {*sys.modules}"
     code = f"import sys, dpmac_cli; dpmac_cli.{name}; sys.exit(bool({slow}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ((16, 0), r"^bounds=\(16, 0\): low is not below high\. Write"),
+        (([0] * 4, [1, 0, 1, 1]), r"^bounds=.*: low is not below high in X\[:, 1\]\. Write"),
+        ((0, np.nan), r"^bounds=.*: low is not below high\."),
+    ],
+)
+def test_bounds_in_the_wrong_order_are_named(bounds: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        classifier(bounds=bounds).fit(X, Y)
+
+
+@pytest.mark.parametrize("bounds", [(100, 0), 3, (0, 1, 2), ("a", "b")])
+def test_a_target_range_that_is_none_is_named(bounds: Any) -> None:
+    with pytest.raises(InputError, match=r"^target_bounds"):
+        regressor(target_bounds=bounds).fit(X, np.arange(len(X)))
+
+
+@pytest.mark.parametrize("classes", [3, ["low"], ["low", "low"], [["low", "high"]]])
+def test_classes_that_are_no_labels_are_named(classes: Any) -> None:
+    with pytest.raises(InputError, match=r"^classes= must list the labels"):
+        classifier(classes=classes).fit(X, Y)

@@ -359,7 +359,7 @@ def test_a_request_that_is_refused_costs_nothing(
     known = {"restored": STEPS, "deleted": 0}
     assert begun(folder) == known.get(request_.__name__, 2 * STEPS)
     problems = folder / rounds.PROBLEMS
-    assert problems.read_text()
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 \w+Error: ", problems.read_text())
     assert stat.S_IMODE(problems.stat().st_mode) == 0o600
 
 

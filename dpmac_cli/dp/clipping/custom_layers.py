@@ -175,7 +175,7 @@ class ConstantNorm(nn.Module):
             raise ModelError(
                 f"The layer {name}, a batch norm without running statistics, mixes the samples of "
                 f"every batch. Use nn.GroupNorm(groups, {norm.num_features}) instead, or add "
-                "{fix_norm} to replace it."
+                "{fix_norm=True} to replace it."
             )
         self._parameters |= norm._parameters
         self._buffers |= norm._buffers
