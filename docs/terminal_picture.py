@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.session import Evaluated, Update
+from dpmac_cli.runs.session import Update
 
 COMMAND = "dpmac train --dataset digits"
 #: Lines of earlier epochs are left out.
@@ -35,9 +35,10 @@ def main() -> None:
     display._bar.disable = True
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for event in train_plan(resolve({"dataset": "digits"}).plan):
-            scored = event.event if isinstance(event, Update) else None
-            if not isinstance(scored, Evaluated) or scored.epoch >= FIRST_EPOCH:
+        plan = resolve({"dataset": "digits"}).plan
+        for event in train_plan(plan):
+            scored = event if isinstance(event, Update) and event.evaluated else None
+            if scored is None or scored.step >= FIRST_EPOCH * plan.event.steps_per_epoch:
                 display.show(event)
     shown.save_svg(str(PICTURE), title="dpmac", code_format=FORMAT, unique_id="dpmac-train")
 

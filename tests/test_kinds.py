@@ -32,6 +32,7 @@ from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.training.distributed import Ranks
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("ranges")
@@ -576,6 +577,17 @@ def test_ranks_beside_declared_ranges_are_for_a_target_and_enough_records(table:
         plan(epsilon=0.2, scale="private")
     with pytest.raises(dpmac_cli.InputError, match="is for the columns of a table"):
         resolve(dataset="digits", epsilon=1.0, scale="private")
+
+
+@pytest.mark.promise("ranks")
+@pytest.mark.parametrize("schema", ["KINDS", "WIDE"])
+def test_ranges_are_not_found_by_several_processes(table: Path, schema: str) -> None:
+    """Each process would add noise to counts of its own, and only the first one would pay."""
+    Path("kinds.yaml").write_text({"KINDS": KINDS, "WIDE": WIDE}[schema])
+    several = Ranks(rank=0, size=2)
+    with pytest.raises(dpmac_cli.InputError, match="are found by one process"):
+        finish(train_plan(plan(out="run", epochs=1), ranks=several))
+    assert not Path("run").exists()
 
 
 @pytest.mark.promise("resume")

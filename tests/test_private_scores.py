@@ -29,7 +29,7 @@ from dpmac_cli.runs import checkpoint, prepare
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.session import Evaluated, Update
+from dpmac_cli.runs.session import Update
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.task import EvaluationMetric
 from dpmac_cli.training.evaluation import Evaluation
@@ -207,8 +207,7 @@ def test_only_the_score_that_is_paid_for_is_shown(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("dpmac_cli.runs.trainer.release_score", kept)
     events, finished = train_events(digits_config(**COVERED))
-    updates = [event.event for event in events if isinstance(event, Update)]
-    shown = [event.result for event in updates if isinstance(event, Evaluated)]
+    shown = [event.result for event in events if isinstance(event, Update) and event.evaluated]
     assert [type(result) for result in shown] == [PrivateScore] * 3
     accuracies = [line["test_accuracy"] for line in metrics_of(finished.folder)]
     assert [value is None for value in accuracies] == [True, True, False]
@@ -262,11 +261,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
 def test_a_score_is_saved_before_it_is_shown() -> None:
     """Or a resume would release another one in its place."""
     for event in train_plan(digits_config(**COVERED, out="run")):
-        if (
-            isinstance(event, Update)
-            and isinstance(event.event, Evaluated)
-            and event.event.step == 36
-        ):
+        if isinstance(event, Update) and event.evaluated and event.step == 36:
             break
     assert checkpoint.read(Path("run")).step == 36
 
@@ -385,7 +380,7 @@ def test_epsilon_on_the_way_covers_the_score_once_it_was_shown(
     assert plan.score == less_noise
     events, _ = train_events(plan)
     for event in (event for event in events if isinstance(event, Update)):
-        step, delta = event.event.step, plan.settings.delta
+        step, delta = event.step, plan.settings.delta
         costs = [plan.event.first(step)] + [less_noise] * (step == plan.event.steps)
         if event.epsilon is not None:
             assert event.epsilon >= max(total_epsilon((cost,), delta) for cost in costs) - 1e-12

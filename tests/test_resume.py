@@ -215,7 +215,7 @@ def test_no_key_is_on_disk_or_used_in_two_sessions(monkeypatch: pytest.MonkeyPat
     for event in events:
         if isinstance(event, Update):
             check_no_key(made)
-        if isinstance(event, Update) and event.event.step >= 10:
+        if isinstance(event, Update) and event.step >= 10:
             break
     events.close()  # type: ignore[attr-defined]
     finish(resume_folder(Path("run"), {}, after(3)))
@@ -369,7 +369,7 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
         updates = (event for event in events if isinstance(event, Update))
         reduced = next(update for update in updates if update.chunk is not None)
         events.close()  # type: ignore[attr-defined]
-    assert 1 < reduced.event.step < 20
+    assert 1 < reduced.step < 20
     state = checkpoint.read(Path("run")).record.state.model_dump()
     assert state.keys() == {"step", "kappa_star"}
     finished = resume(Path("run"), {})

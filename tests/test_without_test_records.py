@@ -18,7 +18,7 @@ from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.session import Evaluated, Update
+from dpmac_cli.runs.session import Update
 from tests.typed import dpmac
 
 RECORDS = 300
@@ -52,7 +52,7 @@ def test_all_records_are_trained_on_and_none_is_scored(run: tuple[list[Any], Run
     assert last.report["data"]["test_size"] == 0
     assert not last.report["data"]["held_out"]
     assert last.report["scores"] is None
-    shown = [e.event for e in events if isinstance(e, Update) and isinstance(e.event, Evaluated)]
+    shown = [event for event in events if isinstance(event, Update) and event.evaluated]
     assert [event.result for event in shown] == [None, None]
     assert read_report(last.folder).score[1].value is None
     settled = last.report["sentences"]["computed_from_records"]

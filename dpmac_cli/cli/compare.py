@@ -130,7 +130,7 @@ def compare(
         written = f"{out}: {', '.join([*texts, folder.SUMS])}"
         written += "" if plot is None else f"; {plot}"
         console.stdout().print(Text(f"{texts[COMPARE_MD]}\n{written}"))
-    console.print_errors(_failed(grid, failures), label="failed")
+    console.print_errors(_failed(failures), label="failed")
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
@@ -161,7 +161,7 @@ def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:
 
 def _carry_out(
     grid: Grid, out: Path, screen: Console, executor: str, jobs: int | None, cluster: str | None
-) -> tuple[dict[int, str], bool]:
+) -> tuple[dict[Run, str], bool]:
     """Train the runs that are not finished.
 
     Args:
@@ -173,12 +173,12 @@ def _carry_out(
         cluster: address of a Ray cluster; None for the default.
 
     Returns:
-        Why runs failed, by their indices in the grid, and whether the study was interrupted.
+        Why runs failed, and whether the study was interrupted.
 
     Raises:
         InputError: the cluster does not answer, or the folder is in use or cannot be written.
     """
-    failures: dict[int, str] = {}
+    failures: dict[Run, str] = {}
     with contextlib.ExitStack() as resources:
         stop_asked = resources.enter_context(stop_request())
         workers: local.Executor | None = None
@@ -193,33 +193,32 @@ def _carry_out(
         missing = unfinished(grid)
         display = resources.enter_context(contextlib.closing(StudyDisplay(screen, grid, missing)))
         if workers is not None:
-            for look in local.carry_out(workers, grid.runs, missing, stop_asked):
+            for look in local.carry_out(workers, missing, stop_asked):
                 display.show(look, stopping=stop_asked())
-                failures |= {number: failure for number, failure in look.ended if failure}
+                failures |= {run: failure for run, failure in look.ended if failure}
         return failures, stop_asked()
 
 
 def _commands(grid: Grid) -> Iterator[str]:
     """Yield the command of each run that is not finished, for a shell."""
-    for run in (grid.runs[number] for number in unfinished(grid)):
+    for run in unfinished(grid):
         yield shlex.join(["dpmac", *local.arguments(run, run.plan.settings.device)])
 
 
-def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
+def _failed(failures: Mapping[Run, str]) -> Iterator[str]:
     """Yield one line per reason, with the first run that failed for that reason.
 
     Reasons are the same if they differ in the folder of the run only.
 
     Args:
-        grid: the study.
-        failures: why runs failed, by their indices in the grid.
+        failures: why runs failed.
     """
-    by_reason: dict[str, list[int]] = {}
-    for number, why in failures.items():
-        by_reason.setdefault(why.replace(str(grid.runs[number].folder), ""), []).append(number)
+    by_reason: dict[str, list[Run]] = {}
+    for run, why in failures.items():
+        by_reason.setdefault(why.replace(str(run.folder), ""), []).append(run)
     for first, *others in by_reason.values():
-        run, more = grid.runs[first], f" and {len(others)} more" if others else ""
-        yield f"{run.folder.name} (seed {run.seed}){more}: {failures[first]}"
+        more = f" and {len(others)} more" if others else ""
+        yield f"{first.folder.name} (seed {first.seed}){more}: {failures[first]}"
 
 
 class StudyDisplay:
@@ -228,15 +227,15 @@ class StudyDisplay:
     There is a bar for each run in training, and one for the steps of all runs with the time left.
     """
 
-    def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
+    def __init__(self, screen: Console, grid: Grid, missing: Sequence[Run]) -> None:
         """Print how many runs there are, and begin the bars.
 
         Args:
             screen: where to print.
             grid: the study.
-            missing: indices of the runs that are not finished.
+            missing: the runs that are not finished.
         """
-        self.screen, self.grid = screen, grid
+        self.screen = screen
         self._count, self._ended = len(missing), 0
         self._stopping = False
         self._steps = dict.fromkeys(missing, 0)
@@ -248,9 +247,9 @@ class StudyDisplay:
             console=screen,
             speed_estimate_period=math.inf,  # steps are only seen at evaluations
         )
-        total = sum(_steps(grid, number) for number in missing)
+        total = sum(run.plan.event.steps for run in missing)
         self._all_runs = self._bar.add_task("all runs, steps", total=total)
-        self._bars = dict[int, TaskID]()
+        self._bars = dict[Run, TaskID]()
         self._bar.start()
 
     def show(self, look: local.Look, *, stopping: bool) -> None:
@@ -263,8 +262,8 @@ class StudyDisplay:
         if stopping and not self._stopping:
             self._stopping = True
             self.screen.print(Text(STOPPING, console.ATTENTION))
-        for number, failure in look.ended:
-            self._print_ended(number, failure)
+        for run, failure in look.ended:
+            self._print_ended(run, failure)
         if not self._bar.disable:
             self._update_bars(look.running)
 
@@ -272,10 +271,9 @@ class StudyDisplay:
         """Remove the bars."""
         self._bar.stop()
 
-    def _print_ended(self, number: int, failure: str | None) -> None:
-        run = self.grid.runs[number]
+    def _print_ended(self, run: Run, failure: str | None) -> None:
         report = finished_report(run)
-        self._steps[number] = _steps(self.grid, number)
+        self._steps[run] = run.plan.event.steps
         if failure:
             self._ended += 1
             self.screen.print(Text(f"{run.name}: failed: {failure}", style="red"))
@@ -286,16 +284,15 @@ class StudyDisplay:
             score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
             self.screen.print(Text(f"{self._ended}/{self._count}  {run.name}{score}"))
 
-    def _update_bars(self, running: Sequence[int]) -> None:
-        for number in self._bars.keys() - set(running):
-            self._bar.remove_task(self._bars.pop(number))
-        for number in running:
-            run = self.grid.runs[number]
-            if number not in self._bars:
-                total = _steps(self.grid, number)
-                self._bars[number] = self._bar.add_task(escape(run.name), total=total)
-            self._steps[number] = steps_so_far(run)
-            self._bar.update(self._bars[number], completed=self._steps[number])
+    def _update_bars(self, running: Sequence[Run]) -> None:
+        for run in self._bars.keys() - set(running):
+            self._bar.remove_task(self._bars.pop(run))
+        for run in running:
+            if run not in self._bars:
+                total = run.plan.event.steps
+                self._bars[run] = self._bar.add_task(escape(run.name), total=total)
+            self._steps[run] = steps_so_far(run)
+            self._bar.update(self._bars[run], completed=self._steps[run])
         self._bar.update(self._all_runs, completed=sum(self._steps.values()))
 
 
@@ -306,11 +303,6 @@ def _seeds(grid: Grid) -> str:
         return f"{len(seeds)} seeds in each cell (--seeds)"
     title = "seed" if len(seeds) == 1 else "seeds"
     return f"{title} {', '.join(map(str, seeds))} in each cell (--seeds)"
-
-
-def _steps(grid: Grid, number: int) -> int:
-    """Return the number of steps of a run."""
-    return grid.runs[number].plan.event.steps
 
 
 def steps_so_far(run: Run) -> int:

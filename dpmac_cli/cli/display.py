@@ -32,7 +32,7 @@ from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import RunEvent
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.session import Evaluated, Started, Update
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.tasks.operating_point import MOST_LIKELY
 from dpmac_cli.tasks.task import METRICS, EvaluationMetric, percent_or_dash
 from dpmac_cli.training import evaluation
@@ -98,7 +98,7 @@ class RunDisplay:
                 self._bar.start()
             case Update():
                 if event.chunk is not None:
-                    note = f"memory ran out in step {event.event.step}: continuing with"
+                    note = f"memory ran out in step {event.step}: continuing with"
                     self.print(Text(f"{note} {event.chunk} samples at a time", ATTENTION))
                 self._move(event)
             case Run():
@@ -124,19 +124,19 @@ class RunDisplay:
             self._warned = True
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.print(Text(note, ATTENTION))
-        step = event.event.step
-        self._pace(step, event.event.seconds, self._plan.event.steps)
+        step = event.step
+        self._pace(step, event.seconds, self._plan.event.steps)
         figures = "no privacy"
         if self._plan.private:
             # An upper bound: between points of the schedule, show the next point's epsilon.
             figures = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         epoch = math.ceil(step / self._plan.event.steps_per_epoch)
         self._bar.update(self._task, completed=step, description=f"epoch {epoch}", figures=figures)
-        if isinstance(event.event, Evaluated):
-            result = event.event.result
+        if event.evaluated:
+            result = event.result
             if isinstance(result, evaluation.Evaluation):
                 self._doubts = [*doubts(result), *self._remark(result)]
-            self.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
+            self.print(_evaluated(event, self._plan))
 
     def _remark(self, result: evaluation.Evaluation) -> Iterator[str]:
         """Yield a note on a model that learned little, and what can be done in this run."""
@@ -216,18 +216,19 @@ def _heading(event: Started) -> Iterator[Text]:
     yield Text(f"writing {event.folder}", style="dim")
 
 
-def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
-    """Return the line of an evaluation; ``epsilon`` is inf without privacy."""
-    private, result = epsilon is None or not math.isinf(epsilon), event.result
+def _evaluated(event: Update, plan: Plan) -> Text:
+    """Return the line of an evaluation."""
+    epsilon, result = event.epsilon, event.result
+    private = epsilon is None or not math.isinf(epsilon)
     line = Text.assemble(
-        f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
+        f"epoch {event.step / plan.event.steps_per_epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
     unreleased = isinstance(result, PrivateScore) and math.isnan(result.share)
     if result is not None and not unreleased:
-        chosen = METRICS[metric]
+        chosen = METRICS[plan.settings.metric]
         line.append(f"  test {chosen.title} ")
-        line.append(chosen.text(result.metric(metric)), "bold")
+        line.append(chosen.text(result.metric(chosen.name)), "bold")
     return line
 
 

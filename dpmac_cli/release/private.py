@@ -28,7 +28,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.runs.session import Evaluated, Session, metrics_line
+from dpmac_cli.runs.session import Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.carried_accounts import carried_by, check_composable, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
@@ -219,20 +219,19 @@ class PrivateTraining(PrivateProgram):
             raise InputError([*failure.errors, _KEPT.format(f"{where}-2")]) from None
         trainer.check_finite()
         trainer.check_network()
-        step = trainer.state.step
-        epoch = step / plan.event.steps_per_epoch
         result = self.evaluate() if plan.facts.test_size else None
         trainer.check_network()  # it also runs while it is scored
-        scored = Evaluated(step, epoch, self._seconds, result)
+        seconds, epsilon = self._seconds, self.epsilon
+        line = metrics_line(plan, trainer.state.step, seconds, epsilon, result)
         session = Session(
             plan=plan,
             task=self._task,
             trainer=trainer,
             where=folder.make_folder(where),
             account=self._account,
-            history=[metrics_line(scored, self.epsilon, plan)],
+            history=[line],
             scored=result,
-            seconds=self._seconds,
+            seconds=seconds,
             weighed=self._weighed,
         )
         with folder.locked(where):

@@ -29,36 +29,6 @@ from dpmac_cli.training.private_scores import PrivateScore
 PROGRESS_EVERY = 0.1
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Steps done so far, reported a few times per second.
-
-    Attributes:
-        step: number of steps taken.
-        seconds: training time so far, without evaluation.
-    """
-
-    step: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Scores on the test set after a step.
-
-    Attributes:
-        step: number t of steps taken.
-        epoch: t / ceil(n/B).
-        seconds: training time so far, without evaluation.
-        result: the scores; None if no records are tested on.
-    """
-
-    step: int
-    epoch: float
-    seconds: float
-    result: Evaluation | PrivateScore | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """A run is about to take its first step, or the first since it was resumed.
@@ -84,31 +54,27 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Progress of training.
+    """Progress of training, a few times per second, and what was found after each epoch.
 
     Attributes:
-        event: event of the training loop.
-        epsilon: epsilon spent up to the event's step; between evaluations that up to the next one,
-            or None while it is being computed; ``inf`` without privacy.
+        step: number t of steps taken.
+        seconds: training time so far, without evaluation.
+        epsilon: epsilon spent up to the step; between evaluations that up to the next one, or None
+            while it is being computed; ``inf`` without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
         chunk: number of samples that are processed at a time from now on, if memory ran out in the
             last step; None if it did not.
+        evaluated: whether the model was evaluated, as after an epoch and the last step.
+        result: the scores on the test records; None in between, and if there are no such records.
     """
 
-    event: Progress | Evaluated
+    step: int
+    seconds: float
     epsilon: float | None
     planned: float | None
     chunk: int | None = None
-
-    @property
-    def step(self) -> int:
-        """Return the number of steps taken."""
-        return self.event.step
-
-    @property
-    def result(self) -> Evaluation | PrivateScore | None:
-        """Return the scores on the test records, after an epoch; None in between."""
-        return self.event.result if isinstance(self.event, Evaluated) else None
+    evaluated: bool = False
+    result: Evaluation | PrivateScore | None = None
 
 
 @dataclass(kw_only=True)
@@ -248,10 +214,10 @@ class Session:
                 if not (scored or due or reduced or now - shown > PROGRESS_EVERY):
                     continue
                 self.seconds += now - mark
-                event: Progress | Evaluated = Progress(step, self.seconds)
+                result: Evaluation | PrivateScore | None = None
                 epsilon = ahead.result() if ahead.done() else None
                 if scored:
-                    event, epsilon = self._score(ahead, last=last)
+                    result, epsilon = self._score(ahead, last=last)
                     ahead = pool.submit(self._epsilon, self._next(step))
                 # No other score may be released instead of one that was shown.
                 if due or (last and plan.settings.cover_scores):
@@ -263,21 +229,26 @@ class Session:
                     self.write_metrics()
                 planned = None if epsilon is None else whole.result()
                 yield Update(
-                    event=event,
+                    step=step,
+                    seconds=self.seconds,
                     epsilon=epsilon,
                     planned=planned,
                     chunk=state.chunk if reduced else None,
+                    evaluated=scored,
+                    result=result,
                 )
                 chunk = min(chunk, state.chunk)
                 shown = mark = time.perf_counter()  # exclude the handling of events
 
-    def _score(self, ahead: Future[float], *, last: bool) -> tuple[Evaluated, float]:
-        """Score the model as it is; return the event, and the epsilon that is shown with it.
+    def _score(
+        self, ahead: Future[float], *, last: bool
+    ) -> tuple[Evaluation | PrivateScore | None, float]:
+        """Score the model as it is; return the scores, and the epsilon that is shown with them.
 
         After the last step, training records are counted first, if they are. ``ahead`` computes the
         epsilon of this step.
         """
-        trainer, plan, step = self.trainer, self.plan, self.trainer.state.step
+        trainer, plan = self.trainer, self.plan
         if trainer.calibrate():
             self.save()  # with the weights, so it is not paid for again
         result = trainer.score()
@@ -285,10 +256,9 @@ class Session:
         epsilon = ahead.result()
         if last and plan.search is None:  # like the report
             epsilon = self.account.epsilon
-        event = Evaluated(step, step / plan.event.steps_per_epoch, self.seconds, result)
         self.scored = result if isinstance(result, Evaluation) else self.scored
-        self.history.append(metrics_line(event, epsilon, plan))
-        return event, epsilon
+        self.history.append(metrics_line(plan, trainer.state.step, self.seconds, epsilon, result))
+        return result, epsilon
 
     @property
     def _unscored(self) -> bool:
@@ -322,21 +292,29 @@ def _as_record(histogram: NoisyHistogram | None) -> dict[str, Any] | None:
     return {"counts": histogram.counts[0].tolist(), "noise": histogram.noise}
 
 
-def metrics_line(evaluated: Evaluated, epsilon: float, plan: Plan) -> dict[str, Any]:
+def metrics_line(
+    plan: Plan,
+    step: int,
+    seconds: float,
+    epsilon: float,
+    result: Evaluation | PrivateScore | None,
+) -> dict[str, Any]:
     """Return a line of metrics.jsonl.
 
     Args:
-        evaluated: the scores.
-        epsilon: epsilon that is shown with them; infinite without privacy.
         plan: plan of the run.
+        step: number of steps taken.
+        seconds: training time so far, without evaluation.
+        epsilon: epsilon that is shown; infinite without privacy.
+        result: the scores; None if no records are tested on.
     """
     return {
-        "step": evaluated.step,
-        "epoch": evaluated.epoch,
+        "step": step,
+        "epoch": step / plan.event.steps_per_epoch,
         "epsilon": finite_or_none(epsilon),
         "delta": plan.settings.delta if plan.private else None,
-        **({} if evaluated.result is None else _scores(evaluated.result, plan.settings.metric)),
-        "seconds": round(evaluated.seconds, 3) if plan.timed else None,
+        **({} if result is None else _scores(result, plan.settings.metric)),
+        "seconds": round(seconds, 3) if plan.timed else None,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import local
-from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.results import Comparison, collect, finished_report
 from dpmac_cli.studies.written import write_comparison
 
@@ -51,18 +51,18 @@ def compare(
         )
     study = plan(settings, config, where / RUNS)
     folder.make_folder(where / RUNS)
-    failures = dict[int, str]()
+    failures = dict[Run, str]()
     with folder.locked(where):
         missing = unfinished(study)
         if missing:
             executor = local.Commands(study.runs, jobs)
-            for look in local.carry_out(executor, study.runs, missing, lambda: False):
-                failures |= {number: why for number, why in look.ended if why}
+            for look in local.carry_out(executor, missing, lambda: False):
+                failures |= {run: why for run, why in look.ended if why}
     comparison = collect(study, failures)
     write_comparison(comparison, where)
     return comparison
 
 
-def unfinished(study: Grid) -> list[int]:
-    """Return the numbers of the runs of a study that have no report of a finished run."""
-    return [number for number, run in enumerate(study.runs) if finished_report(run) is None]
+def unfinished(study: Grid) -> list[Run]:
+    """Return the runs of a study that have no report of a finished run."""
+    return [run for run in study.runs if finished_report(run) is None]

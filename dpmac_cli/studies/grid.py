@@ -171,9 +171,9 @@ class StudyFlags(Flags, frozen=True):
 Labels = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """One training run of a study.
+    """One training run of a study, which is equal to no other one.
 
     Attributes:
         plan: all its settings, with its folder and its seed.

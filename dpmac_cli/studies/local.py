@@ -74,29 +74,26 @@ class Look(NamedTuple):
     """State of a study in progress.
 
     Attributes:
-        running: indices of the runs in training, also of those that another process trains.
-        ended: index of each run that has ended since the last look, and why it failed; None for one
-            that finished or was asked to stop.
+        running: runs in training, also those that another process trains.
+        ended: each run that has ended since the last look, and why it failed; None for one that
+            finished or was asked to stop.
     """
 
-    running: tuple[int, ...]
-    ended: tuple[tuple[int, str | None], ...]
+    running: tuple[Run, ...]
+    ended: tuple[tuple[Run, str | None], ...]
 
 
-def carry_out(
-    executor: Executor, runs: Sequence[Run], numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[Look]:
-    """Carry out some runs of a study, and yield a look at them a few times per second.
+def carry_out(executor: Executor, runs: Sequence[Run], stop: Callable[[], bool]) -> Iterator[Look]:
+    """Carry out runs of a study, and yield a look at them a few times per second.
 
     Others go on if one fails. A run that another process trains is not started: it is waited for.
 
     Args:
         executor: trains the runs. Those that remain at the end are asked to stop.
-        runs: all runs of the study.
-        numbers: indices of the runs to carry out.
+        runs: the runs.
         stop: called between looks; if True, every run finishes its step and saves.
     """
-    study = _Study(executor, runs, deque(numbers))
+    study = _Study(executor, deque(runs))
     try:
         while study.jobs or study.waiting:
             if stop() and not study.stopping:
@@ -127,14 +124,14 @@ class Awaited:
 
 
 class _Study:
-    """Runs of a study that have not ended, by their indices: those to start, and those in training.
+    """Runs of a study that have not ended: those to start, and those in training.
 
     Runs that another process trains are among those in training.
     """
 
-    def __init__(self, executor: Executor, runs: Sequence[Run], waiting: deque[int]) -> None:
-        self.executor, self.runs, self.waiting = executor, runs, waiting
-        self.jobs = dict[int, Job]()
+    def __init__(self, executor: Executor, waiting: deque[Run]) -> None:
+        self.executor, self.waiting = executor, waiting
+        self.jobs = dict[Run, Job]()
         self.stopping = False
         self._prepared = set[str]()
 
@@ -145,29 +142,27 @@ class _Study:
         for job in self.jobs.values():
             job.stop()
 
-    def collect(self) -> Iterator[tuple[int, str | None]]:
+    def collect(self) -> Iterator[tuple[Run, str | None]]:
         """Yield the runs that have ended, and why they failed."""
-        for number, job in list(self.jobs.items()):
+        for run, job in list(self.jobs.items()):
             if not job.ended():
                 continue
-            run = self.runs[number]
-            del self.jobs[number]
+            del self.jobs[run]
             self._prepared.add(prepares(run.plan))
             failure = job.failure()
             if self.stopping or finished_report(run):
-                yield number, None
+                yield run, None
             elif isinstance(job, Awaited):
-                self.waiting.appendleft(number)
+                self.waiting.appendleft(run)
             elif failure and folder.in_use(run.folder):  # another process was faster
-                self.jobs[number] = Awaited(run)
+                self.jobs[run] = Awaited(run)
             else:
-                yield number, failure
+                yield run, failure
 
-    def start(self) -> Iterator[tuple[int, str | None]]:
+    def start(self) -> Iterator[tuple[Run, str | None]]:
         """Start runs while there is room for them; yield those that cannot be started, and why."""
         while self.waiting and len(self.jobs) < self.executor.slots:
-            number = self.waiting[0]
-            run = self.runs[number]
+            run = self.waiting[0]
             if folder.in_use(run.folder):
                 self.jobs[self.waiting.popleft()] = Awaited(run)
                 continue
@@ -175,17 +170,16 @@ class _Study:
                 return
             self.waiting.popleft()
             try:
-                self.jobs[number] = self.executor.start(run)
+                self.jobs[run] = self.executor.start(run)
             except DpmacError as failure:
-                yield number, as_flags("\n".join(failure.errors))
+                yield run, as_flags("\n".join(failure.errors))
 
     def _is_prepared(self, plan: Plan) -> bool:
         """Return whether no run in training is about to prepare the same records first."""
         needed = prepares(plan)
         if not needed or needed in self._prepared:
             return True
-        in_training = [self.runs[number] for number in self.jobs]
-        alike = [run for run in in_training if prepares(run.plan) == needed]
+        alike = [run for run in self.jobs if prepares(run.plan) == needed]
         if any(folder.is_configured(run.folder) for run in alike):
             self._prepared.add(needed)
             return True

@@ -119,17 +119,17 @@ class Comparison:
     epsilon: float
 
 
-def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
+def collect(grid: Grid, failures: Mapping[Run, str]) -> Comparison:
     """Read the results of the runs of a study.
 
     Args:
         grid: the study.
-        failures: why runs failed, by their indices in the grid.
+        failures: why runs failed.
 
     Raises:
         InputError: an older version of dpmac wrote a report, or one cannot be read.
     """
-    groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
+    groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
     metric = METRICS[grid.plan.settings.metric]
     judged = dict[tuple[Labels, float], Cell]()
@@ -142,25 +142,25 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     return Comparison(grid, in_order, total_epsilon(events, grid.plan.settings.delta))
 
 
-def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
+def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
     """Return the cell of some runs.
 
     Its epsilon is that of its most expensive run: one that was killed and resumed may have taken
     more steps than planned.
 
     Args:
-        runs: runs that differ only by their seed, each with its index in the grid.
-        failures: why runs failed, by their indices in the grid.
+        runs: runs that differ only by their seed.
+        failures: why runs failed.
     """
     outcomes, seconds = dict[int, float | str](), list[float]()
-    first = runs[0][1]
+    first = runs[0]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
     epsilon = total_epsilon((event,), delta) if plan.private else math.inf
     key = METRICS[plan.settings.metric].key
-    for number, run in runs:
+    for run in runs:
         report = finished_report(run)
         if report is None:
-            outcomes[run.seed] = failures.get(number, "not finished")
+            outcomes[run.seed] = failures.get(run, "not finished")
             continue
         if plan.private:
             events = events_of(run.folder)

@@ -10,7 +10,7 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.part import Part
-from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon
 from dpmac_cli.before_0_4 import METHODS, SEE
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
@@ -166,11 +166,8 @@ class PrivateProgram(Unshared):
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee."""
-        unit, account = self._plan.unit, self._account
-        seeded = account.seeded
-        guarantee = statement(account.epsilon, account.delta, account.events, unit, seeded=seeded)
-        return " ".join((guarantee, *account.on_choices))
+        """Return the meaning of the guarantee of all that has begun on these records."""
+        return self._account.statement
 
     @property
     def lr(self) -> float:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,10 +236,12 @@ def text_on(terminal: Console) -> str:
 
 def test_the_screen_has_seeds_failures_and_a_request_to_stop(tmp_path: Path) -> None:
     terminal = screen()
-    display = StudyDisplay(terminal, grid_in(tmp_path), range(4))
-    display.show(Look((0,), ((1, "no memory"),)), stopping=False)
+    grid = grid_in(tmp_path)
+    first, second, *_ = grid.runs
+    display = StudyDisplay(terminal, grid, grid.runs)
+    display.show(Look((first,), ((second, "no memory"),)), stopping=False)
     for _ in range(2):
-        display.show(Look((0,), ()), stopping=True)
+        display.show(Look((first,), ()), stopping=True)
     display.close()
     text = text_on(terminal)
     assert "4 runs; seeds 0, 1 in each cell (--seeds)" in text
@@ -391,45 +393,44 @@ def test_a_folder_that_may_not_be_written_to_is_one_message(tmp_path: Path) -> N
 
 
 class Scripted:
-    """An executor of jobs that end at once, for these reasons, by the numbers of their runs."""
+    """An executor of jobs that end at once, for the reasons of their runs."""
 
     slots = 2
 
-    def __init__(self, runs: Sequence[Run], *reasons: str | InputError) -> None:
-        self.runs, self.reasons, self.started = runs, reasons, list[int]()
+    def __init__(self, reasons: Mapping[Run, str | InputError]) -> None:
+        self.reasons, self.started = reasons, list[Run]()
 
     def start(self, run: Run) -> Job:
-        number = self.runs.index(run)
-        self.started.append(number)
-        reason = self.reasons[number]
+        self.started.append(run)
+        reason = self.reasons[run]
         if isinstance(reason, InputError):
             raise reason
         return mock.Mock(ended=lambda: True, failure=lambda: reason)
 
 
-def ended(looks: Iterable[Look]) -> dict[int, str | None]:
-    """Why runs failed, by their numbers."""
-    return {number: why for look in looks for number, why in look.ended}
+def ended(looks: Iterable[Look]) -> dict[Run, str | None]:
+    """Why runs failed."""
+    return {run: why for look in looks for run, why in look.ended}
 
 
 def test_a_run_that_fails_or_cannot_be_started_leaves_the_others(tmp_path: Path) -> None:
-    runs = grid_in(tmp_path).runs
-    executor = Scripted(runs, "one", InputError("{out} two"), "three")
-    whys = ended(carry_out(executor, runs, [0, 1, 2], lambda: False))
-    assert whys == {0: "one", 1: "--out two", 2: "three"}
+    first, second, third, *_ = grid_in(tmp_path).runs
+    executor = Scripted({first: "one", second: InputError("{out} two"), third: "three"})
+    whys = ended(carry_out(executor, (first, second, third), lambda: False))
+    assert whys == {first: "one", second: "--out two", third: "three"}
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
     """Of a study that was killed, for example. If it ends without a result, it is trained here."""
-    runs = grid_in(tmp_path).runs
-    executor = Scripted(runs, "one", "two")
-    runs[0].folder.mkdir(parents=True)
-    with locked(runs[0].folder):
-        looks = carry_out(executor, runs, [0, 1], lambda: False)
+    first, second, *_ = grid_in(tmp_path).runs
+    executor = Scripted({first: "one", second: "two"})
+    first.folder.mkdir(parents=True)
+    with locked(first.folder):
+        looks = carry_out(executor, (first, second), lambda: False)
         for look in itertools.islice(looks, 5):
-            assert 0 in look.running
-        assert executor.started == [1]
-    assert ended(looks) == {0: "one"}
+            assert first in look.running
+        assert executor.started == [second]
+    assert ended(looks) == {first: "one"}
 
 
 def test_reasons_of_failures_are_those_that_the_command_said() -> None:

@@ -33,7 +33,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_digits(out=root / "spent", max_epsilon=0.06)
     finish(train_plan(digits_config(out=root / "stopped", steps=20), after(2)))
     cut = train_plan(digits_config(out=root / "killed", steps=30))
-    next(event for event in cut if isinstance(event, Update) and event.event.step > 12)
+    next(event for event in cut if isinstance(event, Update) and event.step > 12)
     cut.close()  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "check_finite", diverge)
@@ -110,7 +110,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     where = finish(train_plan(digits_config(steps=40), after(3))).folder
     assert [entry["state"] for entry in listed()] == ["interrupted"]
     going = resume_folder(where, {})
-    next(event for event in going if isinstance(event, Update) and event.event.step > 24)
+    next(event for event in going if isinstance(event, Update) and event.step > 24)
     (entry,) = listed()
     assert entry["state"] == "running"
     going.close()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.run import Run
-from dpmac_cli.runs.session import Evaluated, Progress, Started, Update
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Compared
@@ -197,7 +197,7 @@ def said(*updates: Update) -> str:
     ("planned", "times"), [(10.01, 1), (10.0, 0), (math.inf, 0), (None, 0)], ids=str
 )
 def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int) -> None:
-    text = said(*(Update(event=Progress(n, 0.1), epsilon=planned, planned=planned) for n in (1, 2)))
+    text = said(*(Update(step=n, seconds=0.1, epsilon=planned, planned=planned) for n in (1, 2)))
     assert text.count("note: epsilon will be 10.01. Above 10") == times
 
 
@@ -205,7 +205,7 @@ def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int)
 def test_a_slow_run_says_once_how_long_it_takes_and_what_is_faster(pace: float, times: int) -> None:
     text = said(
         *(
-            Update(event=Progress(step, 5 + pace * step), epsilon=1.0, planned=1.0)
+            Update(step=step, seconds=5 + pace * step, epsilon=1.0, planned=1.0)
             for step in range(1, 3000, 100)
         )
     )
@@ -224,8 +224,9 @@ def shown_of(result: Compared, **flags: Any) -> str:
     task = Classification(("no", "yes"))
     found = Evaluation(0.0, torch.zeros(2, 2), torch.zeros(2), task)
     found.__dict__["compared"] = result
-    last = Evaluated(1, 1.0, 0.1, found)
-    display.show(Update(event=last, epsilon=1.0, planned=1.0))
+    display.show(
+        Update(step=1, seconds=0.1, epsilon=1.0, planned=1.0, evaluated=True, result=found)
+    )
     display.close()
     report = {
         "settings": {"cover_scores": False},

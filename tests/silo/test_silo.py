@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import (
     Account,
+    ArrayData,
     BudgetError,
     InputError,
     Poisson,
@@ -603,6 +604,17 @@ def test_records_are_checked_when_a_silo_is_created(folder: Path, change: str) -
         silo(folder, Patients(CHANGES[change]))
     with pytest.raises(InputError, match="There are 100 records, but sampling has n=99"):
         silo(folder, sampling=Poisson(n=99, batch_size=9))
+    assert not folder.exists()
+
+
+@pytest.mark.promise("silo")
+def test_records_with_units_of_their_own_are_refused(folder: Path) -> None:
+    """Epsilon of a silo protects one item, so the units of an ArrayData would be ignored."""
+    patients = Patients()
+    x, y = patients.x.numpy(), patients.y.numpy()
+    records = ArrayData(x, y, unit=[f"patient {row // 2}" for row in range(len(y))])
+    with pytest.raises(InputError, match=r"ArrayData is for make_private.*return all records of a"):
+        silo(folder, records)
     assert not folder.exists()
 
 
