@@ -15,7 +15,7 @@ from dpmac_cli.accounting.calibration import noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event
 from dpmac_cli.config import plan
 from dpmac_cli.dp.histogram import NoisyHistogram
-from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.dp.mechanism import GRID, SecureMechanism
 from dpmac_cli.features import counts
 from dpmac_cli.features.counts import (
     FIRST,
@@ -392,6 +392,50 @@ def test_moments_have_the_promised_noise() -> None:
         found.append((mean, spread))
     means = (np.array(found)[:, 0] - 3.0) * 10_000 / (4.0 * math.sqrt(2))
     assert kstest(means, norm.cdf).pvalue > 0.001
+
+
+@pytest.mark.promise("histogram")
+def test_a_target_is_as_hard_to_tell_as_the_events_of_its_range_say(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best test for one record at an end of the range has power mu, with its moments.
+
+    Of mu^2, rounds of counts have three eighths, and the moments five eighths, as in a run.
+    """
+    sums = list[Floats]()
+
+    class Mechanism(SecureMechanism):
+        def release(self, *given: Any) -> Any:
+            result = super().release(*given)
+            sums.append(result.value.numpy() * 60)
+            return result
+
+    monkeypatch.setattr(counts, "SecureMechanism", Mechanism)
+    mu = 2.0
+    rounds = rounds_of(mu**2 * 3 / 8)
+    moments = histogram_event(1 / math.sqrt(mu**2 * 5 / 8))
+    others = np.random.default_rng(1).normal(0, 0.2, 60)
+    record = np.array([1.0])
+    scores = np.zeros((2, 60))
+    for k, values in enumerate((others, np.concatenate([others, record]))):
+        for run in range(60):
+            watched.forget()
+            noise = normals(1000 * k + run)
+            distributions(values[:, None], rounds, noise, watched.begin, units=60)
+            for event, partitions, histogram in zip(
+                rounds, watched.partitions, watched.released, strict=True
+            ):
+                moved = exact(record[:, None], partitions)
+                released = np.concatenate(histogram.counts) - exact(others[:, None], partitions)
+                scores[k, run] += released @ moved / event.noise_multiplier**2
+            target_moments(values, -1.0, 1.0, moments, noise, watched.begin, units=60)
+            released = sums.pop() - moment_sums(others)
+            moved = moment_sums(record)
+            scores[k, run] += released @ moved / (2 * moments.noise_multiplier**2)
+    apart = scores[1].mean() - scores[0].mean()
+    assert apart == pytest.approx(mu**2, abs=0.01 + 4 * mu * math.sqrt(2 / 60))
+    assert scores.std(1) == pytest.approx(mu, rel=0.3)
+    assert kstest((scores[0] - scores[0].mean()) / mu, norm.cdf).pvalue > 0.001
 
 
 def test_moments_of_a_number_to_predict_are_found() -> None:

@@ -24,6 +24,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.records import PLACES, Table
 from dpmac_cli.data.column_schema import Column
 from dpmac_cli.data.table_cells import hashed_in
+from dpmac_cli.errors import ModelError
 from dpmac_cli.features.counts import Distribution, distributions
 from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.release.train import finish, train_plan
@@ -588,6 +589,110 @@ def test_ranges_are_not_found_by_several_processes(table: Path, schema: str) -> 
     with pytest.raises(dpmac_cli.InputError, match="are found by one process"):
         finish(train_plan(plan(out="run", epochs=1), ranks=several))
     assert not Path("run").exists()
+
+
+def numbers(low: float, high: float, transform: str = "none") -> pd.DataFrame:
+    """People with a number to predict, and a schema in which its range is declared."""
+    frame = people()
+    frame["y"] = 1000 * (frame.age / 30 + np.log(frame.income)) + 50
+    if transform == "log1p":
+        frame["y"] = np.exp(frame.y / 2000)
+    frame.to_csv("people.csv", index=False)
+    label = f"label: {{column: y, range: [{low}, {high}], transform: {transform}}}"
+    Path("kinds.yaml").write_text(WIDE.replace(WIDE.splitlines()[0], label))
+    return frame
+
+
+@pytest.mark.promise("target")
+@pytest.mark.promise("resume")
+def test_a_declared_range_to_predict_that_is_far_too_wide_loses_next_to_nothing(
+    table: Path,
+) -> None:
+    numbers(8000, 18_000)
+    close = finish(train_plan(plan(out="close"))).report
+    frame = numbers(0, 1_000_000)
+    planned = plan(out="run")
+    wide = finish(train_plan(planned)).report
+    # By hand: a tenth of mu^2 for columns, 3% for the range, 5% for moments, 2% for intervals.
+    events = events_of(wide)
+    signals = [event.noise_multiplier**-2 for event in events if event.histogram]
+    expected = np.array([0.006, 0.009, 0.015, 0.02, 0.02, 0.03, 0.05, 0.05])
+    assert np.sort(signals) / sum(signals) == pytest.approx(expected / expected.sum(), rel=1e-4)
+    assert wide["epsilon"] == total_epsilon(events, wide["delta"]) <= 3
+    assert [event for event in events if event.histogram] == [*planned.plan.counts]
+    low, high = wide["data"]["target"]["low"], wide["data"]["target"]["high"]
+    assert 0 <= low < frame.y.quantile(0.05)
+    assert frame.y.quantile(0.95) < high
+    assert high - low < 10 * (frame.y.max() - frame.y.min())
+    assert wide["scores"]["r2"]["value"] > close["scores"]["r2"]["value"] - 0.02
+    sentences = wide["sentences"]
+    assert "the range of y was found by three rounds" in sentences["ranges"]
+    assert sentences["computed_from_records"]["range of the target"] == "protected"
+    scored = dpmac("eval", "run")
+    assert scored.exit_code == 0, scored.output
+    assert json.loads(dpmac("eval", "run", "--json").stdout)["r2"] == wide["scores"]["r2"]["value"]
+    predicted = dpmac_cli.load("run").predict(frame.drop(columns="y")).predicted
+    assert low - 1 <= np.min(predicted) < np.max(predicted) <= high + 1
+    more = resume("run", epochs=82, out="more").report
+    assert more["data"]["target"] == wide["data"]["target"]
+    assert sum(event.histogram for event in events_of(more)) == 9  # and one more of intervals
+
+
+def test_a_range_after_a_transform_is_found_on_that_scale(table: Path) -> None:
+    frame = numbers(0, 1e12, "log1p")
+    target = finish(train_plan(plan(epochs=3, out="run"))).report["data"]["target"]
+    assert target["low"] < frame.y.quantile(0.05)
+    assert frame.y.quantile(0.95) < target["high"] < 100 * frame.y.max()
+    assert target["transform"] == "log1p"
+
+
+def test_a_range_to_predict_is_counted_where_those_of_columns_are(table: Path) -> None:
+    numbers(8000, 18_000)
+    for settings in ({"epsilon": None, "sigma": 4.0}, {"scale": "declared"}, {"epsilon": 0.5}):
+        planned = plan(**settings).plan
+        assert not planned.counts_target
+        assert not planned.ranges
+    report = finish(train_plan(plan(scale="declared", epochs=2, out="run"))).report
+    assert (report["data"]["target"]["low"], report["data"]["target"]["high"]) == (8000, 18_000)
+    assert sum(event.histogram for event in events_of(report)) == 1
+    people()[["job", "smoker", "age"]].to_csv("people.csv", index=False)
+    words = "columns: {job: {type: category}, smoker: {type: category}}"
+    Path("kinds.yaml").write_text(f"label: {{column: age, range: [0, 9000]}}\n{words}\n")
+    assert plan().plan.counts_target
+    assert len(plan().plan.ranges) == 4
+    assert not plan(epsilon=0.6).plan.counts_target
+
+
+@pytest.mark.promise("histogram")
+def test_a_range_to_predict_follows_from_what_was_released_alone(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tables with nothing in common, and the same released counts and moments."""
+    released = Distribution(100.0, 300.0, (100.0, 300.0), (0.0, 1.0))
+    monkeypatch.setattr(
+        uncounted, "distributions", lambda values, *_: (released,) * values.shape[1]
+    )
+    monkeypatch.setattr(uncounted, "target_moments", lambda *_: (220.0, 30.0))
+    targets = []
+    for factor in (1.0, 0.01):
+        frame = numbers(0, 1_000_000)
+        frame.y *= factor
+        frame.to_csv("people.csv", index=False)
+        report = finish(train_plan(plan(epochs=1, out=f"run{factor}"))).report
+        targets.append(report["data"]["target"])
+    assert targets[0] == targets[1]
+    assert (targets[0]["low"], targets[0]["high"]) == (100, 340)  # 220 - 4 * 30 to 220 + 4 * 30
+
+
+@pytest.mark.promise("reading")
+def test_a_model_fits_a_table_whose_range_is_around_that_which_was_found(table: Path) -> None:
+    numbers(0, 1_000_000)
+    finish(train_plan(plan(epochs=2, out="run")))
+    Path("other.yaml").write_text(Path("kinds.yaml").read_text().replace("1000000", "13000"))
+    model, frame = dpmac_cli.load("run"), pd.read_csv("people.csv")
+    assert model.score(dpmac_cli.from_dataframe(frame, "kinds.yaml")).metrics["r2"] < 1
+    with pytest.raises(ModelError, match="was trained on the target y from"):
+        model.score(dpmac_cli.from_dataframe(frame, "other.yaml"))
 
 
 @pytest.mark.promise("resume")

@@ -33,6 +33,7 @@ from dpmac_cli.config.settings import (
 )
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression
 
 #: Epsilon without --sigma or --epsilon.
 EPSILON = 3.0
@@ -354,14 +355,17 @@ NEEDED, ENOUGH = 200, 800
 
 
 def _scale_of_numbers(settings: Settings, facts: Dataset) -> str:
-    """Return the default scale of numbers with a declared range."""
-    records = facts.records
+    """Return the default scale of numbers with a declared range, also of one to predict."""
+    records, task = facts.records, facts.task
     if settings.features != COLUMNS or not _counts_by_default(settings):
         return DECLARED_SCALE
-    if not isinstance(records, Table) or not records.count("number"):
+    if not isinstance(records, Table):
         return DECLARED_SCALE
-    numbers = records.count("number", *COUNTED)
-    enough = _scale(settings, facts) >= ENOUGH * math.sqrt(numbers)
+    ranged_target = isinstance(task, Regression) and not task.open
+    if not records.count("number") and not ranged_target:
+        return DECLARED_SCALE
+    columns = max(1, records.count("number", *COUNTED))
+    enough = _scale(settings, facts) >= ENOUGH * math.sqrt(columns)
     return PRIVATE_SCALE if enough else DECLARED_SCALE
 
 

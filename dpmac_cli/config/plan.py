@@ -48,6 +48,7 @@ from dpmac_cli.config.settings import (
 from dpmac_cli.config.sources import over
 from dpmac_cli.errors import InputError, first_fault, raise_errors
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
+from dpmac_cli.tasks.regression import Regression
 
 #: Settings that do not describe a run, which config.yaml does not have.
 NOT_RECORDED = (
@@ -114,6 +115,11 @@ class Plan:
             if column.counted or (ranked and column.ranged):
                 names.append(column.name)
         return tuple(names)
+
+    @property
+    def counts_target(self) -> bool:
+        """Return whether the range of a number to predict follows from counts."""
+        return counts_target(self.settings, self.facts)
 
     @property
     def max_epsilon(self) -> float:
@@ -320,6 +326,22 @@ def event_of(settings: Settings, records: int) -> TrainingEvent:
 SHARE, ROUNDS = 0.02, (0.02, 0.03, 0.05)
 #: The same of the rounds for the range of a number to predict, and of its mean and spread.
 ROUNDS_OF_TARGET, MOMENTS = (0.006, 0.009, 0.015), 0.05
+
+
+def counts_target(settings: Settings, facts: Dataset) -> bool:
+    """Return whether the range of a number to predict follows from counts.
+
+    It does if none is declared. Otherwise it is found inside the declared one where ranges of
+    columns are, too.
+
+    Args:
+        settings: completed settings.
+        facts: public facts of the records.
+    """
+    ranged = settings.scale == PRIVATE_SCALE and isinstance(facts.task, Regression)
+    return facts.task.open or ranged
+
+
 #: Expected number of records to count for calibration: of each twenty that the steps draw, one, so
 #: that counting takes a small part of the time of training; at least 100 times the noise.
 DRAWN_PER_COUNTED, LEAST_OVER_NOISE = 20, 100
@@ -339,7 +361,7 @@ def shares_of_counts(settings: Settings, facts: Dataset) -> Shares:
     records, before = facts.records, tuple[float, ...]()
     if isinstance(records, Table) and records.count(*COUNTED):
         before = ROUNDS
-    if facts.task.open:
+    if counts_target(settings, facts):
         before = (*before, *ROUNDS_OF_TARGET, MOMENTS)
     after = (SHARE,) if settings.calibration == HISTOGRAM else ()
     return before, after

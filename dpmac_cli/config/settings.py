@@ -214,8 +214,8 @@ class Priced(Flags, frozen=True):
     none]"""
     scale: Annotated[str, OneOf((PRIVATE_SCALE, DECLARED_SCALE))] = LATER
     """Scale of a table's numbers with a declared range: private also finds range and ranks inside
-    it by noisy counts, at a tenth of the budget. [default: private where --epsilon is the target
-    and the records are many enough, otherwise declared]"""
+    it by noisy counts, at a tenth of the budget, and 8% more for a number to predict. [default:
+    private where --epsilon is the target and the records are many enough, otherwise declared]"""
 
 
 class Settings(Priced, frozen=True):

@@ -210,19 +210,16 @@ class Data:
         return moved.split_into(split.to(device) for split in self.splits)
 
     def predicting(self, task: Task) -> "Data":
-        """Return the same records with targets scaled by a task, whose range is known now.
-
-        Targets of a task whose range was known before stay as they are.
+        """Return the same records with their targets as a task scales them, perhaps otherwise.
 
         Args:
-            task: the task, with the range that noisy counts found.
+            task: the task, such as one with the range that noisy counts found.
         """
-        if not self.task.open:
-            return replace(self, task=task)
         crafted = self.crafted
         if crafted is not None:
-            crafted = replace(crafted, records=_with_targets(crafted.records, task))
-        splits = [_with_targets(split, task) for split in self.splits]
+            recoded = _with_targets(crafted.records, task, self.task)
+            crafted = replace(crafted, records=recoded)
+        splits = [_with_targets(split, task, self.task) for split in self.splits]
         return replace(self, task=task, crafted=crafted).split_into(splits)
 
     def replaced_by(self, splits: Iterable[Split]) -> "Data":
@@ -327,9 +324,9 @@ def on_device(dataset: data.Dataset, device: torch.device, records: Records | No
     return moved.to(device)
 
 
-def _with_targets(split: Split, task: Task) -> Split:
-    """Return records with their targets as a task with a known range has them."""
-    targets = torch.from_numpy(task.encoded(split.labels.cpu().numpy()))
+def _with_targets(split: Split, task: Task, before: Task) -> Split:
+    """Return records with their targets as a task has them, not as another one ``before``."""
+    targets = torch.from_numpy(task.recoded(split.labels.cpu().numpy(), before))
     return replace(split, labels=targets.to(split.labels.device))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
 from dpmac_cli.config.records import Records
-from dpmac_cli.config.settings import THRESHOLD, Settings
+from dpmac_cli.config.settings import PRIVATE_SCALE, THRESHOLD, Settings
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Dataset, Declaration
 from dpmac_cli.data.in_memory import as_new
@@ -90,8 +90,8 @@ def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None
 def _check_fits(released: Released, known: DataFacts) -> None:
     """Raise ModelError if a model does not fit a dataset: other shapes, classes or ranges.
 
-    A number to predict whose range is open fits any range, and registered datasets may have other
-    names of classes.
+    A number to predict whose range was found by counts fits any range around it, and registered
+    datasets may have other names of classes.
     """
     file, facts = released.path, released.facts
     shape = known.records.shape
@@ -101,12 +101,23 @@ def _check_fits(released: Released, known: DataFacts) -> None:
             f"{facts.data.records.shape}, but those of the dataset have {shape}."
         )
     same_outputs = known.task.outputs == facts.task.outputs
-    fits = same_outputs and (known.task.open or not known.user_supplied)
+    fits = same_outputs and (_is_around(known.task, facts) or not known.user_supplied)
     if known.task != facts.task and not fits:
         raise ModelError(
             f"{known.typed} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
+
+
+def _is_around(task: Task, facts: Facts) -> bool:
+    """Return whether a model's range was found by counts inside that of a number to predict.
+
+    Args:
+        task: the number to predict, as it is declared.
+        facts: facts of the model.
+    """
+    found = task.open or facts.settings.scale == PRIVATE_SCALE
+    return found and isinstance(task, Regression) and task.covers(facts.task)
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:

@@ -315,6 +315,8 @@ def computed(run: DescribedRun) -> dict[str, str]:
         statuses[name] = NOT_COVERED
     if run.plan.ranges:
         statuses["ranges and ranks that were not declared"] = PROTECTED
+    if run.plan.ranges and run.plan.counts_target:
+        statuses[facts.task.public] = PROTECTED
     if facts.test_size:
         statuses["scores of the test records"] = PROTECTED if run.plan.score else NOT_COVERED
     statuses["measured times"] = NOT_COVERED

@@ -286,7 +286,7 @@ def ranges(run: DescribedRun) -> Iterator[str]:
         f"of histograms of the training {counted} with Gaussian noise, in which each counts "
         "at most once in a column. Epsilon covers them."
     )
-    if task.open and isinstance(task, Regression):
+    if run.plan.counts_target and isinstance(task, Regression):
         yield (
             f"Before the first step, the range of {task.name} was found by three rounds "
             "of such histograms, and narrowed by its mean and spread, which were released with "

@@ -147,7 +147,7 @@ def _with_features(plan: Plan, parts: FrozenFeatures, data: Data) -> tuple[Data,
     If they need ranges that are counted, return their shapes, and what will count.
     """
     inputs = parts.frozen
-    if isinstance(inputs, TableInputs) and (inputs.counted or data.task.open):
+    if isinstance(inputs, TableInputs) and (inputs.counted or plan.counts_target):
         uncounted = Uncounted(parts, data, plan)
         return uncounted.shapes, uncounted
     # On a CPU, texts are encoded in batches that depend on their lengths.

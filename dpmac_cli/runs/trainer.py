@@ -110,7 +110,7 @@ class Trainer(Step):
             return {}
         tensors = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
         task = self.data.task
-        if self.plan.facts.task.open and isinstance(task, Regression):
+        if self.plan.counts_target and isinstance(task, Regression):
             ends = torch.tensor([task.low, task.high], dtype=torch.float64)
             tensors[f"{RANGES}{TARGET}"] = ends
         return tensors

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dpmac_cli.accounting.events import TrainingEvent
@@ -85,10 +84,11 @@ class Uncounted:
         if self.inputs.counted:
             numbers = self.inputs.values(self.data.standardised(split.images))
             self.inputs.adopt(distributions_of(numbers.cpu().numpy()))
-        if task.open:
-            [distribution] = distributions_of(split.labels.cpu().numpy().astype(np.float64))
+        if self.plan.counts_target and isinstance(task, Regression):
+            targets = task.unscaled(split.labels.cpu().numpy())
+            [distribution] = distributions_of(targets)
             low, high = target_range(distribution)
-            task = self._task_in(low, high, events, noise, begin)
+            task = self._narrowed(task.within(low, high), targets[:, 0], events, noise, begin)
         return self.prepared(task)
 
     def prepared(self, task: Task) -> Data:
@@ -97,23 +97,24 @@ class Uncounted:
         known = self.data.predicting(task)
         return featured(self.network, known, settings_of_features(self.plan), self.cache)
 
-    def _task_in(
+    def _narrowed(
         self,
-        low: float,
-        high: float,
+        task: Regression,
+        targets: Floats,
         events: Sequence[TrainingEvent],
         noise: SeededNormals,
         begin: Callable[[TrainingEvent], None],
     ) -> Task:
-        """Return the task of numbers in a range, of which what is far from the mean is cut.
+        """Return a task in the part of its range that is not far from the mean of its targets.
 
         Args:
-            low, high: range of the numbers to predict.
+            task: numbers to predict, in the range that counts found.
+            targets: the numbers on the scale of the ends of that range, shape (records,).
             events: the event of their mean and deviation; empty without privacy.
             noise, begin: see :meth:`counted`.
         """
-        split, task = self.data.train, self.data.task
-        targets = split.labels.cpu().numpy()[:, 0].astype(np.float64)
+        split = self.data.train
+        low, high = task.ends
         owners = None if split.units is None else split.units.owners
         if self.plan.private:
             [event] = events
@@ -122,9 +123,8 @@ class Uncounted:
             )
         else:
             mean, spread = float(targets.mean()), float(targets.std())
-        assert isinstance(task, Regression)  # noqa: S101  (no other task is open)
         far = FAR * max(spread, FLAT * max(abs(low), abs(high)))
-        return replace(task, low=max(low, mean - far), high=min(high, mean + far))
+        return task.within(mean - far, mean + far)
 
 
 def settings_of_features(plan: Plan) -> dict[str, object]:

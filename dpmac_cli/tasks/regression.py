@@ -213,7 +213,7 @@ class Regression(Task):
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return targets as a network learns them, float32, shape (records, 1).
 
-        As they are, in float64, if the range is still to be found.
+        As they are, in float64, if no range is declared.
         """
         if self.open:
             return targets.reshape(-1, 1).astype(np.float64)
@@ -222,12 +222,43 @@ class Regression(Task):
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped
         return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
 
+    def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
+        """Return targets that were encoded in another range as they are in this one."""
+        if self == before or not isinstance(before, Regression):
+            return targets
+        return self.encoded(before.decoded(targets))
+
+    def unscaled(self, scaled: Outputs) -> NDArray[np.float64]:
+        """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled."""
+        if self.open:
+            return scaled.astype(np.float64)
+        low, high = self.ends
+        unscaled: NDArray[np.float64] = low + (scaled.astype(np.float64) + 1) / 2 * (high - low)
+        return unscaled
+
+    def within(self, low: float, high: float) -> Self:
+        """Return the task in a part of its range; the same task if they have nothing in common.
+
+        Args:
+            low, high: ends of that part, on the scale of :attr:`ends`; low < high.
+        """
+        least, most = self.ends
+        low, high = max(low, least), min(high, most)
+        if low >= high:
+            return self
+        if self.transform == "log1p":
+            low, high = math.expm1(low), math.expm1(high)
+        return replace(self, low=max(low, self.low), high=min(high, self.high))
+
+    def covers(self, other: Task) -> bool:
+        """Return whether the range of another task is in the range of this one."""
+        return isinstance(other, Regression) and self.low <= other.low and other.high <= self.high
+
     def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
         """Return numbers on the scale of the target, in its range."""
-        low, high = self.ends
         with np.errstate(over="ignore"):  # an output may be far beyond the range
-            moved = low + (scaled.astype(np.float64) + 1) / 2 * (high - low)
-            numbers = np.expm1(moved) if self.transform == "log1p" else moved
+            unscaled = self.unscaled(scaled)
+            numbers = np.expm1(unscaled) if self.transform == "log1p" else unscaled
         return numbers.clip(self.low, self.high)
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:

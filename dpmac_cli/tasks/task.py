@@ -257,6 +257,15 @@ class Task(ABC):
         """Return targets as a network learns them, of the dtype :attr:`target`."""
         return targets.astype(self.target)
 
+    def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
+        """Return targets that an earlier task encoded as this task encodes them.
+
+        Args:
+            targets: targets as ``before`` encoded them.
+            before: the earlier task, of another range.
+        """
+        return targets
+
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
         """Return names of the outputs that the targets of test records say nothing about."""
         return ()
