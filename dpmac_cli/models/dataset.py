@@ -212,15 +212,19 @@ class Data:
     def predicting(self, task: Task) -> "Data":
         """Return the same records with their targets as a task scales them, perhaps otherwise.
 
+        Targets of training records are limited to its range. Those of test records are not, so
+        that scores are those of the true numbers.
+
         Args:
             task: the task, such as one with the range that noisy counts found.
         """
         crafted = self.crafted
         if crafted is not None:
             recoded = _with_targets(crafted.records, task, self.task)
-            crafted = replace(crafted, records=recoded)
-        splits = [_with_targets(split, task, self.task) for split in self.splits]
-        return replace(self, task=task, crafted=crafted).split_into(splits)
+            crafted = replace(crafted, records=_limited(recoded, task))
+        train, *test = (_with_targets(split, task, self.task) for split in self.splits)
+        limited = replace(self, task=task, crafted=crafted)
+        return limited.split_into([_limited(train, task), *test])
 
     def replaced_by(self, splits: Iterable[Split]) -> "Data":
         """Return the data with features instead of the records, which :meth:`standardised` keeps.
@@ -327,6 +331,12 @@ def on_device(dataset: data.Dataset, device: torch.device, records: Records | No
 def _with_targets(split: Split, task: Task, before: Task) -> Split:
     """Return records with their targets as a task has them, not as another one ``before``."""
     targets = torch.from_numpy(task.recoded(split.labels.cpu().numpy(), before))
+    return replace(split, labels=targets.to(split.labels.device))
+
+
+def _limited(split: Split, task: Task) -> Split:
+    """Return records with the targets that a network learns: see :meth:`.Task.limited`."""
+    targets = torch.from_numpy(task.limited(split.labels.cpu().numpy()))
     return replace(split, labels=targets.to(split.labels.device))
 
 

@@ -218,15 +218,24 @@ class Regression(Task):
         if self.open:
             return targets.reshape(-1, 1).astype(np.float64)
         clipped = np.clip(targets.reshape(-1, 1).astype(np.float64), self.low, self.high)
-        low, high = self.ends
-        moved = np.log1p(clipped) if self.transform == "log1p" else clipped
-        return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
+        return self.limited(self._scaled(clipped))
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
-        """Return targets that were encoded in another range as they are in this one."""
+        """Return targets that were encoded in another range; beyond this one outside [-1, 1]."""
         if self == before or not isinstance(before, Regression):
             return targets
-        return self.encoded(before.decoded(targets))
+        return self._scaled(before.decoded(targets))
+
+    def limited(self, targets: NDArray[Any]) -> NDArray[Any]:
+        """Return encoded targets, limited to [-1, 1]; as they are if the range is to be found."""
+        return targets if self.open else targets.clip(-1, 1)
+
+    def _scaled(self, numbers: Floats) -> NDArray[np.float32]:
+        """Return numbers on the scale of the target on that of outputs: the range is [-1, 1]."""
+        low, high = self.ends
+        moved = np.log1p(numbers) if self.transform == "log1p" else numbers
+        scaled: NDArray[np.float32] = (2 * (moved - low) / (high - low) - 1).astype(np.float32)
+        return scaled
 
     def unscaled(self, scaled: Outputs) -> NDArray[np.float64]:
         """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled."""
@@ -256,10 +265,23 @@ class Regression(Task):
 
     def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
         """Return numbers on the scale of the target, in its range."""
+        return self._untransformed(scaled).clip(self.low, self.high)
+
+    def _untransformed(self, scaled: Outputs) -> NDArray[np.float64]:
+        """Return numbers on the scale of the target, also those that are beyond its range."""
         with np.errstate(over="ignore"):  # an output may be far beyond the range
             unscaled = self.unscaled(scaled)
-            numbers = np.expm1(unscaled) if self.transform == "log1p" else unscaled
-        return numbers.clip(self.low, self.high)
+            return np.expm1(unscaled) if self.transform == "log1p" else unscaled
+
+    def _true(self, targets: NDArray[Any]) -> NDArray[np.float64]:
+        """Return true numbers of test records, shape (records,).
+
+        Those beyond a range that counts found are as they were, so that scores are not better than
+        predictions are.
+        """
+        beyond = np.abs(targets) > 1
+        numbers = np.where(beyond, self._untransformed(targets), self.decoded(targets))
+        return numbers[:, 0]
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return predicted numbers, on the scale of the target."""
@@ -279,7 +301,7 @@ class Regression(Task):
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
-        truth, guess = self.decoded(targets)[:, 0], self.decoded(outputs)[:, 0]
+        truth, guess = self._true(targets), self.decoded(outputs)[:, 0]
         low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
         guess = np.where(np.isnan(guess), worst, guess)

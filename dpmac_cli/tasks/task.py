@@ -258,11 +258,19 @@ class Task(ABC):
         return targets.astype(self.target)
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
-        """Return targets that an earlier task encoded as this task encodes them.
+        """Return targets that an earlier task encoded, in the range of this one or beyond it.
 
         Args:
-            targets: targets as ``before`` encoded them.
+            targets: targets as ``before`` encoded them, shape (records, ...).
             before: the earlier task, of another range.
+        """
+        return targets
+
+    def limited(self, targets: NDArray[Any]) -> NDArray[Any]:
+        """Return encoded targets as a network learns them: those beyond the range at its ends.
+
+        Args:
+            targets: see :meth:`recoded`.
         """
         return targets
 
