@@ -45,7 +45,11 @@ class LoraLinear(nn.Linear):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for inputs of shape (samples, ..., in)."""
+        """Return W x + b + (alpha / rank) B A x, shape (samples, ..., out).
+
+        Args:
+            x: inputs, shape (samples, ..., in).
+        """
         added: Tensor = self.up(self.down(x))
         return super().forward(x) + self.scale * added
 

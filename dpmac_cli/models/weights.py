@@ -97,7 +97,10 @@ def stored(tensor: Tensor) -> Tensor:
 def check_publishable(model: nn.Module) -> None:
     """Reject a model with a tensor that cannot be stored in a model file, before it is trained.
 
-    Each tensor is written and read once, in memory.
+    Each tensor is written to a file in memory, and read again.
+
+    Args:
+        model: the network, whose tensors have the same values afterwards.
 
     Raises:
         ModelError: names the tensor, and what it would have to be.

@@ -159,11 +159,19 @@ class ByVmap:
         return losses, weights, self._by_layer(layers, calls, g)
 
     def records(self, layer: Layer) -> bool:
-        """Return whether the gradients of a layer follow from its calls, not from ``grad``."""
+        """Return whether the gradients of a layer follow from its calls, not from ``grad``.
+
+        Args:
+            layer: a layer of the network.
+        """
         return layer.name in self.recorded
 
     def recorded_of(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Return those of some layers whose gradients follow from their calls, in order."""
+        """Return those of some layers whose gradients follow from their calls, in order.
+
+        Args:
+            layers: layers of the network.
+        """
         return [layer for layer in layers if self.records(layer)]
 
     def _by_layer(

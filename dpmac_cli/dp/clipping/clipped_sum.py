@@ -254,6 +254,9 @@ class ClippedChunkSum:
         Args:
             gradients: layers with the gradients of a chunk.
             metric: metric of the ellipsoid.
+
+        Returns:
+            Layers with their gradients in float64; and squared whitened norms with bounds.
         """
         squared = total_squared_norms(gradients, metric)
         share = self._share(squared)

@@ -50,7 +50,11 @@ class StandardisedConv2d(nn.Conv2d):
         return centred * scale, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution of x, shape (samples, in, height, width), with W-hat."""
+        """Return the convolution of the inputs with W-hat, shape (samples, out, height, width).
+
+        Args:
+            x: inputs, shape (samples, in, height, width).
+        """
         direction, _ = self.standardised()
         weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
         return conv2d(
@@ -141,7 +145,11 @@ class LinearWithPlaces(nn.Module):
         return numbers, self.lookups.rows(places)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs, shape (samples, outputs), for inputs of shape (samples, inputs)."""
+        """Return the outputs, shape (samples, outputs).
+
+        Args:
+            x: inputs, numbers first and then places, shape (samples, inputs).
+        """
         numbers, rows = self.split(x)
         return joined(self.numbers(numbers), self.lookups(rows))
 
@@ -192,7 +200,11 @@ class ConstantNorm(nn.Module):
         return (x - mean) * scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for inputs x, shape (samples, channels, ...), in the same shape."""
+        """Return scale (x - mean) / sqrt(var + eps) + shift, in the shape of x.
+
+        Args:
+            x: inputs, shape (samples, channels, ...).
+        """
         mean, scale = self._constants(x)
         weight = self._parameters["weight"]
         bias = self._parameters["bias"]
