@@ -19,7 +19,17 @@ ROUNDING = (
 
 
 def check_parts(model: nn.Module, frozen: bool) -> None:
-    """Reject layers that mix samples, and tensors that cannot be trained or published."""
+    """Reject layers that mix samples, and tensors that cannot be trained or published.
+
+    Only the kinds of layers and tensors are looked at: nothing is run.
+
+    Args:
+        model: the network.
+        frozen: whether it is run in evaluation mode, in which batch norm is a constant.
+
+    Raises:
+        ModelError: names the first such layer or tensor, and what to use instead.
+    """
     for name, module in model.named_modules():
         _check_layer(name, module, frozen)
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -62,7 +72,14 @@ def _is_constant(norm: Any) -> bool:
 
 
 def computed_tensor(model: nn.Module) -> str:
-    """Return the name of an attribute that autograd has computed; "" if there is none."""
+    """Return the name of an attribute that autograd has computed; "" if there is none.
+
+    Such a tensor, as ``self.scaled = 2 * self.weight`` in ``__init__``, keeps values of the first
+    weights, and a gradient would go through a graph that is used once.
+
+    Args:
+        model: the network. Its layers' plain attributes are looked at, not parameters or buffers.
+    """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:

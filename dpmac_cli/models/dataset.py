@@ -219,7 +219,11 @@ class Data:
         return unscaled.split_into(splits)
 
     def computed_in(self, dtype: torch.dtype) -> "Data":
-        """Return the same records for a network of another dtype."""
+        """Return the same records for a network of another dtype.
+
+        Args:
+            dtype: float32 or float64, in which the records are scaled when they are read.
+        """
         gain, offset = self.gain.to(dtype), self.offset.to(dtype)
         return replace(self, gain=gain, offset=offset)
 

@@ -92,7 +92,11 @@ class Trial:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
+    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32.
+
+    Args:
+        model: the network. Without parameters it takes float32.
+    """
     kinds = {p.dtype for p in model.parameters()}
     return torch.float64 if kinds == {torch.float64} else torch.float32
 
