@@ -334,3 +334,13 @@ def test_the_picture_of_accuracies_is_of_the_data() -> None:
     with Image.open(drawn["PICTURE"]) as picture:
         told = picture.info["Source"]
     assert told == drawn["source"](), "run python docs/accuracy_picture.py"
+
+
+def test_programs_of_the_manual_are_checked_by_mypy(tmp_path: Path) -> None:
+    checked = runpy.run_path(str(DOCS / "check_programs.py"))
+    names = {path.stem for path in checked["write_programs"](tmp_path)}
+    assert {"programs", "hospitals", "flower_simulate", "nvflare_client"} <= names
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        if "\n```python\n" in page.read_text():
+            assert (tmp_path / "programs" / f"{page.stem.replace('-', '_').lower()}.py").exists()
+    assert "docs/check_programs.py" in (ROOT / ".ci" / "checks").read_text()

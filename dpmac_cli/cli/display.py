@@ -319,7 +319,11 @@ def summary(event: Run, metric: str) -> Iterator[Text]:
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
-    """Yield warnings about an accuracy."""
+    """Yield warnings about an accuracy, as sentences for the screen.
+
+    Args:
+        result: outputs and scores on all test records, of which some outputs may be NaN.
+    """
     if result.unanswered:
         samples = f"{result.unanswered:,} of {result.samples:,} test samples"
         yield (

@@ -334,7 +334,19 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         return [float(weights.get(label, 1.0)) for label in labels], by_class
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
-        """Return probabilities, shape (records, classes), in the order of ``classes_``."""
+        """Return probabilities, shape (records, classes), in the order of ``classes_``.
+
+        Those of a record sum to 1. They are calibrated if the fit was.
+
+        Args:
+            X: records of the kind that was fitted, shape (records, columns) for numbers, which are
+                clipped to ``bounds``.
+
+        Raises:
+            NotFittedError: there was no fit.
+            InputError: the records do not fit the model.
+            ValueError: numbers are missing, or there is another number of columns.
+        """
         probabilities = self._predictions(X).probabilities.astype(np.float64)
         probabilities /= probabilities.sum(axis=1, keepdims=True)
         return probabilities
@@ -398,7 +410,11 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
         return self._train(self._data(X, numbers, unit, schema, label, **declared), unit)
 
     def predict(self, X: Any) -> NDArray[np.float64]:
-        """Return the number of each record, within ``target_bounds``, shape (records,)."""
+        """Return the number of each record, within ``target_bounds``, shape (records,).
+
+        Args:
+            X: records; see :meth:`PrivateClassifier.predict_proba`, also for the errors.
+        """
         return self._predictions(X).answers[:, 0].astype(np.float64)
 
 

@@ -34,7 +34,11 @@ NOT_FINITE = (
 
 
 def is_frame(records: Any) -> bool:
-    """Return whether records are a data frame of pandas, polars or pyarrow."""
+    """Return whether records are a data frame of pandas, polars or pyarrow.
+
+    Args:
+        records: ``X`` of a fit, of any type. Neither pandas nor polars is imported to look.
+    """
     return hasattr(type(records), "columns") or isinstance(records, pa.Table)
 
 

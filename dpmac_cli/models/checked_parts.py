@@ -71,15 +71,13 @@ def _is_constant(norm: Any) -> bool:
 
 
 def computed_tensor(model: nn.Module) -> str:
-    """Return the name of an attribute of a network that is a tensor computed by autograd.
+    """Return the name of an attribute that autograd has computed; "" if there is none.
 
-    Such a network cannot be copied: torch copies only tensors that were created by the user.
+    Such a tensor, as ``self.scaled = 2 * self.weight`` in ``__init__``, keeps values of the first
+    weights, and a gradient would go through a graph that is used once.
 
     Args:
-        model: the network.
-
-    Returns:
-        The first name, such as "encoder.scale"; "" if there is none.
+        model: the network. Its layers' plain attributes are looked at, not parameters or buffers.
     """
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -388,12 +388,14 @@ def prepared(model: nn.Module, frozen: bool) -> nn.Module:
 
 @torch.no_grad()
 def randomise_zeros(model: nn.Module) -> None:
-    """Replace parameters that are all 0 by random numbers, in place.
+    """Randomise zero parameters, which would hide the effects of earlier layers, in place.
 
-    They would hide the effects of earlier layers on the outputs.
+    A last layer that begins at zero has one output for all inputs, so that a network that mixes
+    samples would look as if it did not. The values are the same in each call.
 
     Args:
-        model: a copy of the network.
+        model: a copy of the network that is only validated. Parameters of which any value is not 0
+            stay as they are; others become normal with standard deviation 0.1.
     """
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():

@@ -288,7 +288,13 @@ def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
 
 
 def folder_of(run: Path) -> Path:
-    """Return the folder of the attack on a run, beside the run's."""
+    """Return the folder of the attack on a run, beside the run's: ``runs/a-attack`` of ``runs/a``.
+
+    It is apart because its figures are for whoever holds the records, and a run is published.
+
+    Args:
+        run: folder of the run, which need not exist.
+    """
     return run.absolute().with_name(f"{run.absolute().name}-attack")
 
 

@@ -367,7 +367,11 @@ def _measured(report: Report) -> list[dict[str, Any]]:
 
 
 def without_front_matter(card: str) -> str:
-    """Return a card without its front matter."""
+    """Return a card without its front matter, the YAML between two lines ``---`` at its beginning.
+
+    Args:
+        card: Markdown of a card. Without front matter it is returned as it is.
+    """
     return card.removeprefix(FENCE).partition(f"\n{FENCE}")[2] if card.startswith(FENCE) else card
 
 

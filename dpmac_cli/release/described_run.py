@@ -72,6 +72,11 @@ class DescribedRun:
         return "" if self.plan.pretrained is None else self.plan.pretrained.name
 
     def cost_on(self, split: str) -> str:
-        """Return epsilon of all events on a split of the records: "training" or "test"."""
+        """Return epsilon of all events on a split of the records, rounded up, as a text.
+
+        Args:
+            split: "training" or "test", as the events of the account name their records. No unit
+                is in both, so each split has a cost of its own, at the delta of the run.
+        """
         events = tuple(event for event in self.spent.events if event.records == split)
         return format_epsilon(total_epsilon(events, self.plan.settings.delta))

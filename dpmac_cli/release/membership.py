@@ -117,7 +117,12 @@ def _normal(shadows: Floats, side: Bools) -> tuple[Floats, Floats]:
 
 
 def auc(scores: Floats, coins: Bools) -> float:
-    """Return the area under the ROC curve of some scores: 0.5 for guesses at random."""
+    """Return the area under the ROC curve of some scores: 0.5 for guesses, 1 without error.
+
+    Args:
+        scores: how sure an attack is that each unit was in, of any scale, shape (n,).
+        coins: whether each was in, shape (n,); some were and some were not.
+    """
     return float(sklearn_metrics.roc_auc_score(coins, scores))
 
 
@@ -163,7 +168,13 @@ def _rate(scores: Floats, coins: Bools, non_members: Floats, rate: float) -> dic
 
 
 def by_unit(values: Floats, owners: NDArray[np.int64]) -> Floats:
-    """Return the sum of the scores of each unit's records, shape (runs, units)."""
+    """Return the sum of the scores of each unit's records, shape (runs, units).
+
+    Args:
+        values: scores of the records in each run, shape (runs, records).
+        owners: number of the unit of each record, from 0, int64, shape (records,). Without units it
+            counts the records themselves.
+    """
     return np.stack([np.bincount(owners, weights=row) for row in values])
 
 
@@ -187,5 +198,10 @@ def scored(
 
 
 def halves(runs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the shadow runs and the target runs, which have none in common."""
+    """Return the shadow runs and the target runs, which have none in common.
+
+    Args:
+        runs: the runs of an attack in the order of their numbers. The first half, rounded down, are
+            shadow runs, by which the scores are computed; the others are attacked.
+    """
     return runs[: len(runs) // 2], runs[len(runs) // 2 :]

@@ -55,7 +55,10 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
 
 def as_svg(figure: "Figure") -> str:
-    """Return a figure as an element of a web page."""
+    """Return a figure as an element of a web page: text that begins with ``<svg``.
+
+    Equal figures give equal texts, which do not tell when they were drawn.
+    """
     picture = _rendered(figure, "svg").decode()
     return picture[picture.index("<svg") :]
 
@@ -209,7 +212,12 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
 
 
 def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure":
-    """Draw the numbers of test records by true class (rows) and predicted class (columns)."""
+    """Draw the numbers of test records by true class (rows) and predicted class (columns).
+
+    Args:
+        counts: numbers of records, shape (classes, classes).
+        names: names of the classes in the order of rows and columns.
+    """
     figure, (panel,) = new_figure(1)
     _draw_counts(panel, counts)
     labels = [_as_text(name) for name in names]
@@ -292,7 +300,13 @@ def _draw_coverage(
 
 
 def rates(calibration: Calibration) -> "Figure":
-    """Draw sensitivity over 1 - specificity of two classes, by the noisy histogram of records."""
+    """Draw sensitivity over 1 - specificity of two classes, by the noisy histogram of records.
+
+    The curve goes over 200 thresholds on the log odds; it has no further privacy cost.
+
+    Args:
+        calibration: calibration of two classes, with its noisy counts.
+    """
     figure, (panel,) = new_figure(1)
     _draw_guessing(panel, [0, 1], [0, 1])
     false_positives, sensitivities = list[float](), list[float]()

@@ -183,7 +183,16 @@ class PrivateTraining(PrivateProgram):
         return number
 
     def standardise(self, x: Tensor) -> Tensor:
-        """Return records of the dataset as the network takes them, on its device."""
+        """Return records of the dataset as the network takes them, on its device.
+
+        Args:
+            x: records on the scale of the data, shape (records, ...). Numbers outside the declared
+                range are not clipped.
+
+        Returns:
+            Records of the same shape: as they are for arrays and torch datasets, unless
+            ``standardise=`` was set, and scaled for records that dpmac reads itself.
+        """
         return self._task.data.standardised(x.to(self._step.state.theta.device))
 
     def evaluate(self) -> Evaluation:

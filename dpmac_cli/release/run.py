@@ -1,6 +1,7 @@
 """A finished run as a program holds it: its report, its network, scores and predictions."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -73,10 +74,13 @@ class Run:
         return self.released.model
 
     @property
-    def epsilon(self) -> float | None:
-        """Return the privacy cost of everything that was done; None for a run without privacy."""
+    def epsilon(self) -> float:
+        """Return the privacy cost of everything that was done; infinity without privacy.
+
+        In the report, which is JSON, it is None where it is not finite.
+        """
         cost: float | None = self.report["epsilon"]
-        return cost
+        return math.inf if cost is None else cost
 
     @property
     def events(self) -> tuple[TrainingEvent, ...]:

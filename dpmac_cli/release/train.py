@@ -166,7 +166,21 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
 
 
 def finish(events: Iterable[RunEvent], on_event: Callable[[Update], None] | None = None) -> Run:
-    """Carry out :func:`train_plan` or :func:`resume_folder` to the end. Exceptions propagate."""
+    """Carry out :func:`train_plan` or :func:`resume_folder` to the end; return the finished run.
+
+    All events are taken, because the last one releases the lock of the run's folder.
+
+    Args:
+        events: the events of a run, of which the last is the :class:`Run`.
+        on_event: called with each update: after a step, and with scores after an epoch.
+
+    Returns:
+        The run, with the notes that its first event had.
+
+    Raises:
+        Exception: whatever the run raises, or ``on_event`` does. What was spent by then is in the
+            ledger of the run.
+    """
     notes, private_notes, run = tuple[str, ...](), tuple[str, ...](), None
     for event in events:  # all of them: the last one releases the lock of the folder
         if isinstance(event, Started):
