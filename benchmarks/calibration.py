@@ -6,7 +6,8 @@
 
 Tables are those of benchmarks/tables.py, and others of KEEL; one record in five is for testing,
 drawn by the seed. Ranges are declared. sms, film, banking and medical are texts, in TEXTS/NAME.csv
-with the columns text and label. Networks are the defaults, that of MNIST is mlp-small.
+with the columns text and label. Networks are the defaults, or that of ``SET:NETWORK``, such as
+``mnist:mlp-small``.
 
 Each run is a line of the file: the same weights, scored with and without their calibration. Runs
 are kept in RUNS, so a line that is deleted is computed again from the counts of its run, without
@@ -41,11 +42,6 @@ KEEL = {
     **{"wdbc": 30, "wisconsin": 9},
 }
 TEXTS = ("sms", "film", "banking", "medical")
-#: Settings of networks that are not the default, or have none.
-NETWORKS: dict[str, dict[str, Any]] = {
-    **{text: {"backbone": "minilm"} for text in TEXTS},
-    "mnist": {"model": "mlp-small"},
-}
 SETS = ("digits", *tables.TABLES, *KEEL)
 #: Metrics of each line, after calibration and ("raw_") before.
 SHOWN = ("accuracy", "log-loss", "calibration-error")
@@ -74,12 +70,14 @@ def records_of(packages: Path, texts: Path, name: str, seed: int) -> Records:
         "digits": _digits,
         **{text: partial(_texts, texts / f"{text}.csv", seed) for text in TEXTS},
     }
-    return kinds.get(name, partial(_table, packages, name, seed))()
+    records, _, _ = name.partition(":")
+    return kinds.get(records, partial(_table, packages, records, seed))()
 
 
 def dataset_of(packages: Path, texts: Path, name: str, seed: int) -> Any:
     """Return what is trained on, with test records; the splits of images are their own."""
-    return name if name == "mnist" else records_of(packages, texts, name, seed).dataset
+    records, _, _ = name.partition(":")
+    return records if records == "mnist" else records_of(packages, texts, name, seed).dataset
 
 
 def _table(packages: Path, name: str, seed: int) -> Records:
@@ -121,8 +119,11 @@ def trained(data: Any, runs: Path, run: tuple[str, float, int]) -> Path:
     name, epsilon, seed = run
     out = runs / f"{name}-{epsilon:g}-{seed}"
     if not (out / "report.json").exists():
-        network = NETWORKS.get(name, {})
-        finish(train_plan(resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **network)))
+        records, _, network = name.partition(":")
+        chosen: dict[str, Any] = {"backbone": "minilm"} if records in TEXTS else {}
+        if network:
+            chosen["model"] = network
+        finish(train_plan(resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **chosen)))
     return out
 
 
@@ -143,6 +144,7 @@ def measure(data: Any, out: Path) -> dict[str, Any]:
         line |= {key: calibrated.metric(name), f"raw_{key}": plain.metric(name)}
     constant = scored.details()["constant_log_loss"]
     fit = task.calibration
+    assert fit is not None
     line |= {"constant_log_loss": constant, "slope": fit.slope, "intercept": fit.intercept}
     return line
 

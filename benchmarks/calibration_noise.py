@@ -3,7 +3,7 @@
     python benchmarks/calibration_noise.py PACKAGES RUNS docs/data/calibration-noise.jsonl
 
 Each network is trained once, with the noise that leaves a share for the histogram, and is kept in
-RUNS with its outputs. Then its training records are counted, noise is added as often as asked for, and
+RUNS with its outputs. Then its training records are counted, noise is added as often as asked, and
 each noisy histogram is fitted and scored on the test records: the log loss, and of two classes the
 sensitivity of the point --threshold sensitivity=0.9. Data are those of benchmarks/calibration.py.
 """
