@@ -257,6 +257,17 @@ def test_nothing_is_read_before_its_event_has_begun(
     assert read
 
 
+@pytest.mark.parametrize("schema", ["kinds.yaml", "wide.yaml"])
+def test_a_network_of_images_is_refused_for_rows_by_one_message(table: Path, schema: str) -> None:
+    Path("wide.yaml").write_text(WIDE)
+    refused = dpmac("train", "--dataset", "people.csv", "--schema", schema, "--model", "cnn")
+    assert refused.exit_code == 2
+    message = " ".join(refused.output.split())
+    assert "--model cnn is for images, but" in message
+    assert "Use --model mlp" in message
+    assert message.count("error") == 1
+
+
 def test_few_records_are_refused_with_the_columns_and_the_least_epsilon(table: Path) -> None:
     people(300).to_csv("people.csv", index=False)
     made = dpmac(*TRAIN[:-1], "0.5", "--out", "run")
@@ -663,7 +674,8 @@ def test_a_range_to_predict_follows_from_what_was_released_alone(
 def test_a_model_fits_a_table_whose_range_is_around_that_which_was_found(table: Path) -> None:
     numbers(0, 1_000_000)
     finish(train_plan(plan(epochs=2, out="run")))
-    Path("other.yaml").write_text(Path("kinds.yaml").read_text().replace("1000000", "13000"))
+    declared = Path("kinds.yaml").read_text()
+    Path("other.yaml").write_text(declared.replace("1000000], t", "13000], t"))
     model, frame = dpmac_cli.load("run"), pd.read_csv("people.csv")
     assert model.score(dpmac_cli.from_dataframe(frame, "kinds.yaml")).metrics["r2"] < 1
     with pytest.raises(ModelError, match="was trained on the target y from"):
