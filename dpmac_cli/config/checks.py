@@ -20,6 +20,7 @@ from dpmac_cli.config.networks import (
     BACKBONES,
     COLUMNS,
     FEATURES,
+    MODELS,
     Backbone,
     FixedFeatures,
     TableColumns,
@@ -62,6 +63,7 @@ def faults(plan: Plan) -> Iterator[str]:
     yield from _score_faults(settings, facts)
     yield from _task_faults(plan)
     yield from _image_faults(settings, facts)
+    yield from _network_faults(plan)
     if settings.loss in FUNCTIONS and settings.label_smoothing:
         yield f"{{label_smoothing}} has no effect on {{loss=}}{settings.loss}. Leave it out."
     yield from _calibration_faults(settings, facts)
@@ -123,6 +125,21 @@ def _image_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     yield (
         f"{{augmentations}} is for images, but records of {facts.typed} have the shape "
         f"{facts.records.shape}. {remedy}"
+    )
+
+
+def _network_faults(plan: Plan) -> Iterator[str]:
+    """Yield a fault if a network of images is to take rows of numbers."""
+    network, features, facts = MODELS.get(plan.settings.model), plan.features, plan.facts
+    if network is None or not network.of_images:
+        return
+    shape = facts.records.shape if features is None else features.shape_of(facts.records)
+    if len(shape) == IMAGE:
+        return
+    inputs = f"records of {facts.typed}" if features is None else f"features of {facts.typed}"
+    yield (
+        f"{{model=}}{plan.settings.model} is for images, but {inputs} have the shape {shape}. Use "
+        "{model=}mlp, or leave it out."
     )
 
 

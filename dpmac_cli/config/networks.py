@@ -78,6 +78,11 @@ class NetworkKind:
     arguments: tuple[int, ...] = ()
     physical_batch: int = 0
 
+    @property
+    def of_images(self) -> bool:
+        """Return whether it takes images, and no rows of numbers."""
+        return self.builder not in ("perceptron", "passed_on")
+
     def samples_at_a_time(self, pixels: int) -> int:
         """Return how many samples of this size fit in the memory of a batch of small ones.
 
