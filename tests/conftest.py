@@ -22,6 +22,7 @@ from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
 from dpmac_cli.studies import search
+from dpmac_cli.tasks import intervals
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
 from tests.promises import PROMISES
@@ -118,6 +119,18 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_thread() -> None:
     """Several threads on tiny tensors cost more than they bring, above all on a busy machine."""
     torch.set_num_threads(1)
+
+
+#: Modules in which the number of resamples of an interval matters: their metrics, and the pages.
+RESAMPLED = ("tests.test_metrics", "tests.test_docs", "tests.test_docstrings")
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resample for a fraction of a second: by default ``dpmac eval`` takes two for it."""
+    if request.module.__name__ not in RESAMPLED:
+        monkeypatch.setattr(intervals, "RESAMPLES", (20, 40))
+        monkeypatch.setattr(intervals, "NUMBERS", intervals.NUMBERS // 10)
 
 
 @pytest.fixture(autouse=True)

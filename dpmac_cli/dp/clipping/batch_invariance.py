@@ -61,7 +61,7 @@ def fill_rows(batch: Batch, rows: int) -> Batch:
     return map_rows(filled, batch)
 
 
-def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
+def spread(batch: Batch, counted: NDArray[np.bool_]) -> Batch:
     """Return a batch with its rows at the places that count, and copies of them at the others.
 
     Args:
