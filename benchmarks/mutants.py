@@ -49,7 +49,7 @@ LIBRARIES = (
 )
 FORKS = multiprocessing.get_context("fork")
 #: Markers of the tests to run, one after the other, until one fails.
-TIERS = ("not long", "long")
+TIERS = ("not long and not weekly", "long and not weekly", "weekly")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
@@ -288,8 +288,8 @@ def in_package(file: Path) -> str:
 def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
 
-    Those that are long only run if none of the others fails. Each tier runs in a process forked
-    from this one, which has loaded the libraries, but nothing of the package.
+    Those that are long or weekly only run if none of the others fails. Each tier runs in a process
+    forked from this one, which has loaded the libraries, but nothing of the package.
 
     Raises:
         TimeoutError: they go on for ever.
@@ -297,7 +297,17 @@ def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     least, text = NO_TESTS, ""
     for tier in TIERS:
         marked = f"{marker} and {tier}" if marker else tier
-        arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marked]
+        arguments = [
+            "-x",
+            "-q",
+            "-n0",
+            "--weekly",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marked,
+        ]
         arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
         said = tree.parent / "said"
         process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))

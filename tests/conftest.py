@@ -22,6 +22,7 @@ from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
 from dpmac_cli.studies import search
+from dpmac_cli.tasks import intervals
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
 from tests.promises import PROMISES
@@ -36,8 +37,11 @@ LONG_ALONE = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--long``. Without it, tests marked as long are deselected."""
+    """Add ``--long`` and ``--weekly``. Without them, tests with these marks are deselected."""
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+    parser.addoption(
+        "--weekly", action="store_true", help="run the tests marked long or weekly, too"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,25 +60,31 @@ def name_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+def later_marks(item: pytest.Item) -> set[str]:
+    """Return which of the marks a test has that leave it out of the short tests."""
+    return {name for name in ("long", "weekly") if item.get_closest_marker(name)}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked as long, except with ``--long`` or if a test is named by its id."""
+    """Deselect long and weekly tests, except by ``--long``, ``--weekly``, or if named by id."""
     for (name,) in {mark.args for item in items for mark in item.iter_markers("promise")}:
         assert name in PROMISES, f"tests/promises.py has no promise {name}"
     private = [item for item in items if item.get_closest_marker("promise")]
-    short = {name_of(item) for item in private if not item.get_closest_marker("long")}
+    short = {name_of(item) for item in private if not later_marks(item)}
     config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
     # It takes minutes: at the end, a worker would be left alone with it.
     items.sort(key=lambda item: item.path.name != "test_readme.py")
     named = any("::" in name for name in config.invocation_params.args)
-    if config.getoption("--long") or named:
+    if config.getoption("--weekly") or named:
         return
-    long = [item for item in items if item.get_closest_marker("long")]
-    left_out = set(long)
+    run = {"long"} if config.getoption("--long") else set[str]()
+    later = [item for item in items if later_marks(item) - run]
+    left_out = set(later)
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=long)
-    config.stash[LEFT_OUT] = len(long)
+    config.hook.pytest_deselected(items=later)
+    config.stash[LEFT_OUT] = len(later)
     if hasattr(config, "workeroutput"):  # every worker of xdist collects all tests
-        config.workeroutput["left_out"] = len(long)
+        config.workeroutput["left_out"] = len(later)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -86,9 +96,11 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print how many long tests were left out, and how to run them."""
-    if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} long tests were not run. Run all: pytest --long")
+    """Print how many tests were left out, and how to run them."""
+    count = config.stash.get(LEFT_OUT, 0)
+    if count:
+        kind = "weekly" if config.getoption("--long") else "long"
+        terminalreporter.write_line(f"{count} {kind} tests were not run. Run all: pytest --weekly")
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +119,18 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_thread() -> None:
     """Several threads on tiny tensors cost more than they bring, above all on a busy machine."""
     torch.set_num_threads(1)
+
+
+#: Modules in which the number of resamples of an interval matters: their metrics, and the pages.
+RESAMPLED = ("tests.test_metrics", "tests.test_docs", "tests.test_docstrings")
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resample for a fraction of a second: by default ``dpmac eval`` takes two for it."""
+    if request.module.__name__ not in RESAMPLED:
+        monkeypatch.setattr(intervals, "RESAMPLES", (20, 40))
+        monkeypatch.setattr(intervals, "NUMBERS", intervals.NUMBERS // 10)
 
 
 @pytest.fixture(autouse=True)

@@ -535,7 +535,7 @@ def test_two_hundred_crafted_records_find_a_broken_build_in_one_run(
     assert as_likely(curve, 200, 100, found.right) == (bug is untouched)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.promise("audit")
 def test_of_twenty_honest_runs_at_most_two_are_rejected() -> None:
     rejected = 0

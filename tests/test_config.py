@@ -241,41 +241,51 @@ def with_patience(evaluated, epsilon, plan):  # the one place where it acts
 
 
 session.metrics_line = with_patience
-if sys.argv[1] == "keyword":
-    import dpmac_cli
+import dpmac_cli
 
-    short = dict(dataset="digits", model="linear", epsilon=3, epochs=2, batch_size=500)
-    dpmac_cli.train(**short, device="cpu", patience=7, out="run", stop=lambda: True)
-else:
-    from dpmac_cli.__main__ import main
-
-    main()
+short = dict(dataset="digits", model="linear", epsilon=3, epochs=2, batch_size=500)
+dpmac_cli.train(**short, device="cpu", patience=7, out="run", stop=lambda: True)
 '''
+
+#: What is typed then, in one process.
+TYPED = (
+    ("train", "--help"),
+    ("train", "--resume", "run"),
+    ("train", "--config", "run/config.yaml", "--out", "again"),
+    ("train", "--config", "run/config.yaml", "--patience", "9", "--out", "other"),
+)
+TYPE_ALL = """
+import shutil
+from dpmac_cli.__main__ import main
+
+shutil.copyfile("run/config.yaml", "config.yaml")
+for words in %r:
+    sys.argv = ["dpmac", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+"""
 
 
 @pytest.mark.long
 def test_a_field_is_all_that_a_setting_needs(tmp_path: Path) -> None:
     """Help, a keyword, config.yaml, a resume, a YAML key and a flag have it."""
-    (tmp_path / "more.py").write_text(ONE_MORE_SETTING)
-
-    def run(*words: str) -> str:
-        line = [sys.executable, "more.py", *words]
-        return subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    (tmp_path / "more.py").write_text(ONE_MORE_SETTING + TYPE_ALL % (TYPED,))
+    line = [sys.executable, "more.py"]
+    done = subprocess.run(line, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
     def seen(folder: str) -> list[int]:
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["patience"] for line in lines]
 
-    assert "--patience" in run("train", "--help")
-    run("keyword")
-    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "--patience" in done.stdout
+    config = (tmp_path / "config.yaml").read_text()
     assert "patience: 7\n" in config
     assert "epsilon: 3.0\n" in config
-    run("train", "--resume", "run")
     assert seen("run") == [7, 7, 7]
-    run("train", "--config", "run/config.yaml", "--out", "again")
     assert seen("again") == [7, 7]
-    run("train", "--config", "run/config.yaml", "--patience", "9", "--out", "other")
     assert seen("other") == [9, 9]
 
 

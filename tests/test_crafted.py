@@ -327,7 +327,7 @@ def test_no_crafted_header_fails_unexpectedly_or_does_not_end(
     header(SHORT)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.promise("fuzz")
 @pytest.mark.parametrize("header", HEADERS)
 def test_no_crafted_value_of_any_field_fails_unexpectedly(header: Callable[[int], None]) -> None:

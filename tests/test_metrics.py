@@ -230,7 +230,7 @@ def test_intervals_cover_the_populations_accuracy(
     assert simulation.accuracy(1000, units, share, icc) >= 0.94
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize(("positives", "shift"), [(0.5, 0.0), (0.1, 1.0)])
 def test_intervals_of_few_resamples_cover_the_populations_metrics(
     positives: float, shift: float

@@ -1,4 +1,4 @@
-"""Tests in two tiers: which cases of a test are long."""
+"""Tests in tiers: which cases of a test are long, or weekly."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,15 @@ from tests.pairwise import all_pairs
 def rest_long(cases: Iterable[Any], short: int = 1) -> list[ParameterSet]:
     """Return cases for ``parametrize``, of which all but the first few are marked as long."""
     return [_long(case) if number >= short else _case(case) for number, case in enumerate(cases)]
+
+
+def weekly(cases: Iterable[Any]) -> list[ParameterSet]:
+    """Return cases for ``parametrize``, all marked as weekly: more draws of what others show."""
+    plain = map(_case, cases)
+    return [
+        pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.weekly])
+        for case in plain
+    ]
 
 
 def one_in(count: int, cases: Iterable[Any], *kept: str) -> list[ParameterSet]:

@@ -315,7 +315,7 @@ class ChunkedSum(ABC):
         self._sum_chunk(inputs, labels, metric, counted)
 
     def _sum_chunk(
-        self, inputs: Any, labels: Any, metric: RegionMetric, counted: NDArray[np.bool]
+        self, inputs: Any, labels: Any, metric: RegionMetric, counted: NDArray[np.bool_]
     ) -> None:
         """Write the sum of a chunk whose samples are in the rows that count, in their order."""
         inputs, labels = spread(inputs, counted), spread(labels, counted)

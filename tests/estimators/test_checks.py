@@ -29,6 +29,7 @@ def name_of(value: Any) -> str:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("uncalibrated")
 @pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=name_of)
 def test_every_check_of_scikit_learn_passes(estimator: Any, check: Any) -> None:
     check(clone(estimator))

@@ -54,7 +54,7 @@ from tests.silo.hospital import (
     start,
 )
 from tests.test_resume import Draws
-from tests.tiers import rest_long
+from tests.tiers import rest_long, weekly
 
 KILLED = -signal.SIGKILL
 
@@ -129,7 +129,7 @@ def test_a_lost_round_shortens_the_training(folder: Path) -> None:
 
 
 @pytest.mark.promise("silo")
-@pytest.mark.parametrize("seed", rest_long(range(20), 1))
+@pytest.mark.parametrize("seed", [*rest_long(range(6)), *weekly(range(6, 20))])
 def test_whenever_it_is_killed_no_step_is_free(folder: Path, seed: int) -> None:
     """Rounds that are killed at random places, and asked for again until the budget is spent."""
     draws, number, replies = random.Random(seed), 1, 0

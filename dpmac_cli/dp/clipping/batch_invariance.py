@@ -61,7 +61,7 @@ def fill_rows(batch: Batch, rows: int) -> Batch:
     return map_rows(filled, batch)
 
 
-def spread(batch: Batch, counted: NDArray[np.bool]) -> Batch:
+def spread(batch: Batch, counted: NDArray[np.bool_]) -> Batch:
     """Return a batch with its rows at some of more places, in order, and copies at the others.
 
     A copy is that of the last row before it, or of the first one. Only the rows at the given
