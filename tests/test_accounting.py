@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dp_accounting import NoOpDpEvent
-from dp_accounting.pld import pld_privacy_accountant, privacy_loss_distribution
+from dp_accounting.pld import pld_privacy_accountant
 from numpy.typing import NDArray
 from scipy import fft, integrate, stats
 from scipy.optimize import brentq
@@ -19,7 +19,6 @@ from dpmac_cli.accounting import allocation, pricing
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
 from dpmac_cli.accounting.events import LEAST_NOISE, SAMPLERS, TrainingEvent
-from dpmac_cli.accounting.sampled_gaussian import sampled_gaussian
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.runs.resolve import resolve
 from tests.tiers import one_in, pairs_short, rest_long
@@ -180,27 +179,6 @@ def test_one_sampled_step_costs_what_the_closed_form_says(rate: float, sigma: fl
     assert epsilon <= exact * 1.003 + 1e-3
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.999, 0.3, MNIST_RATE, 1e-7])
-@pytest.mark.parametrize("sigma", [0.4, 1.0, 30.0])
-def test_a_sampled_step_has_the_losses_of_the_library(rate: float, sigma: float) -> None:
-    """It inverts them one by one. On one processor they are the same in every bit."""
-    width = 1e-2 / sigma
-    one = sampled_gaussian(rate, sigma, width)
-    library = privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, sampling_prob=rate, value_discretization_interval=width
-    )
-    for pmf, expected in (
-        (one._pmf_remove, library._pmf_remove),
-        (one._pmf_add, library._pmf_add),
-    ):
-        ours, theirs = pmf.to_dense_pmf(), expected.to_dense_pmf()
-        assert ours._lower_loss == theirs._lower_loss
-        assert ours._infinity_mass == pytest.approx(theirs._infinity_mass, rel=1e-12)
-        # Divergences at the points of the grid, of which masses are differences over the width.
-        gaps = np.cumsum(ours._probs - theirs._probs)
-        assert np.abs(gaps).max() < accounting.ROUNDING / 2 / width
-
-
 @pytest.mark.promise("allocation")
 def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
     """Epochs of one kind are not priced as those of another."""
@@ -290,7 +268,7 @@ def test_steps_composed_in_blocks_cost_what_they_cost_in_one(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Very many steps are: the rest that fills no block counts too."""
-    one = sampled_gaussian(0.1, 1.0, 1e-3)
+    one = accounting._sampled_gaussian(0.1, 1.0, 1e-3)
     plain = one.self_compose(steps).get_epsilon_for_delta(DELTA)
     monkeypatch.setattr(accounting, "BLOCK", 3)
     blocks = accounting._repeated(one, steps).get_epsilon_for_delta(DELTA)
