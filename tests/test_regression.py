@@ -19,6 +19,7 @@ from dpmac_cli.accounting.events import score_event
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.dataset import on_device
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.regression import Regression, coverage
@@ -80,6 +81,35 @@ def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) 
     np.testing.assert_array_equal(scaled[:20], task.encoded(values))
     outputs = np.array([[1e30], [-math.inf]], np.float32)
     assert task.answers(outputs).tolist() == [[high], [low]]
+
+
+@pytest.mark.parametrize("found", [PLAIN, TASK], ids=["plain", "log1p"])
+def test_scores_are_those_of_numbers_beyond_the_range_that_counts_found(found: Regression) -> None:
+    """The network learns the ends of the range, and is scored on the numbers themselves."""
+    wide = replace(found, low=found.low - 0.5, high=10 * found.high)
+    numbers = np.array([found.low - 0.25, found.low, found.high, 4 * found.high])
+    declared = ArrayData(
+        np.zeros((4, 1)),
+        numbers,
+        np.ones((4, 1)),
+        numbers,
+        low=-1,
+        high=1,
+        target_low=wide.low,
+        target_high=wide.high,
+        target_transform=wide.transform,
+    )
+    data = resolve(dataset=declared, batch_size=4, sigma=4).data
+    assert data is not None
+    narrowed = on_device(data, torch.device("cpu")).predicting(found)
+    assert narrowed.test is not None
+    learned = narrowed.train.labels.numpy()[:, 0]
+    assert learned.tolist() == pytest.approx([-1, -1, 1, 1], abs=1e-6)
+    assert np.abs(learned).max() <= 1
+    outputs = np.array([[-2.0], [-1.0], [1.0], [1.0]], np.float32)
+    compared = found.compared(outputs, narrowed.test.labels.numpy(), np.arange(4))
+    assert compared.truth == pytest.approx(numbers, rel=1e-4, abs=1e-4)
+    assert compared.guess == pytest.approx(np.array([found.low] * 2 + [found.high] * 2))
 
 
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:

@@ -22,6 +22,8 @@ from dpmac_cli.errors import BudgetError
 #: Noise multipliers are multiples of 1 over this, so the printed value is the value used.
 SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
+#: A noise multiplier that nearly all budgets allow. The largest one takes seconds to price.
+MUCH_TICKS = 100 * SIGMA_TICKS
 #: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
 CLOSE, TRIES = 4e-3, 20
 #: Least and largest mu of a budget, and how often the ratio between them is halved to find it.
@@ -57,15 +59,33 @@ def calibrate_noise(
 
     if event.steps == 0:
         return SIGMA_MIN
-    least = cost(MOST_TICKS)
+    coarse = functools.partial(cost, widest=accountants.COARSE)
+    if coarse(MUCH_TICKS) > target:
+        _check_reachable(event, delta, target, accountant, earlier)
+    ends = MOST_TICKS, LEAST_TICKS - 1
+    rough = _last_within(coarse, target, *ends, SIGMA_TICKS, power=-2, close=1e-3)
+    near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
+    power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
+    return _last_within(cost, target, *ends, rough, power) / SIGMA_TICKS
+
+
+def _check_reachable(
+    event: TrainingEvent,
+    delta: float,
+    target: float,
+    accountant: str,
+    earlier: tuple[TrainingEvent, ...],
+) -> None:
+    """Raise BudgetError if no noise multiplier meets a target: see :func:`calibrate_noise`."""
     before = total_epsilon(earlier, delta, accountant)
     if before >= target:
         raise BudgetError(
             f"Epsilon {target:g} is spent: earlier training costs {format_epsilon(before)} at "
             f"delta {delta:g} already. Use a larger epsilon."
         )
+    loudest = replace(event, noise_multiplier=SIGMA_MAX)
+    least = total_epsilon((*earlier, loudest), delta, accountant)
     if least > target:
-        loudest = replace(event, noise_multiplier=SIGMA_MAX)
         by = accountants.used_accountant((loudest,), delta, accountant)
         raise BudgetError(
             f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
@@ -73,12 +93,6 @@ def calibrate_noise(
             f"{by}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
             "epsilon or delta, fewer epochs or a smaller batch."
         )
-    coarse = functools.partial(cost, widest=accountants.COARSE)
-    ends = MOST_TICKS, LEAST_TICKS - 1
-    rough = _last_within(coarse, target, *ends, SIGMA_TICKS, power=-2, close=1e-3)
-    near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
-    power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
-    return _last_within(cost, target, *ends, rough, power) / SIGMA_TICKS
 
 
 def noise_of_share(epsilon: float, delta: float, share: float) -> float:
