@@ -83,7 +83,6 @@ def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) 
     assert task.answers(outputs).tolist() == [[high], [low]]
 
 
-@pytest.mark.promise("target")
 @pytest.mark.parametrize("found", [PLAIN, TASK], ids=["plain", "log1p"])
 def test_scores_are_those_of_numbers_beyond_the_range_that_counts_found(found: Regression) -> None:
     """The network learns the ends of the range, and is scored on the numbers themselves."""
