@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Batch, samples_in, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.eager_mode import EagerMode
 from dpmac_cli.dp.clipping.norms import Mask, RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -163,7 +163,7 @@ class RecordedChunkSum(ClippedChunkSum):
         return _Recording(_inputs(x, y, counted, region), reads.tensors, recorded, replay)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class _Reads(EagerMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Finds the tensors that are read and were there before, such as those of a closure.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors, self._computed = list[Tensor](), set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

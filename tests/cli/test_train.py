@@ -4,6 +4,8 @@ import io
 import math
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -300,3 +302,18 @@ def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> No
         compared = Compared(cost, guess, np.arange(4000), np.zeros((4000, 0), np.float32))
         found = task.remark(compared, loss)
         assert (found is None) == learned
+
+
+@pytest.mark.long
+def test_a_training_does_not_load_the_compiler_of_torch(tmp_path: Path) -> None:
+    """Its import takes a second of CPU time, a sixth of the shortest training."""
+    program = """
+import sys
+from dpmac_cli import train
+train(dataset="digits", epochs=1, sigma=1.0, out="run")
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -158,7 +158,7 @@ def _tried_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
 
     def showing_order(rows: Batch) -> Any:
         # Random numbers would differ by place.
-        with Constant(), OrderOfSums():  # type: ignore[no-untyped-call]
+        with Constant(), OrderOfSums():
             return run(rows)
 
     return rows_alike(showing_order, base, numbers)

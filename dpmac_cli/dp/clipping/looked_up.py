@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
@@ -64,8 +65,10 @@ class LookedUp:
         Args:
             metric: metric of the table's coordinates.
         """
-        g = self.vectors.double()
         views = self.vectors.shape[1]
+        if metric.centre is None and views == 1:
+            return self._in_a_ball(metric)
+        g = self.vectors.double()
         inverse = metric.inverse.double()
         if metric.centre is not None:
             inverse = self._rows_of(metric.inverse)
@@ -88,6 +91,13 @@ class LookedUp:
         reach = reach.square_() if views > 1 else torch.zeros_like(reach)
         return SquaredNorms(value, slack, reach)
 
+    def _in_a_ball(self, metric: LayerMetric) -> SquaredNorms:
+        """Return squared norms in a ball of samples with one view, which read no row twice."""
+        norms = vector_norm(self.vectors, dim=(1, 2, 3), dtype=torch.float64)
+        value = norms.square_().mul_(metric.inverse)
+        slack = roundoff(1, metric.inverse.dtype) * value
+        return SquaredNorms(value, slack, reach=torch.zeros_like(value))
+
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Write the sum of c_i g_i, whose vectors are added up by their row, in float64.
 
@@ -97,7 +107,7 @@ class LookedUp:
             out: memory for the result, the layer's slice, shape (d_layer,). Overwritten.
         """
         of_samples = c.double().view(-1, 1, 1, 1)
-        weighted = kept(self.vectors.double() * of_samples, valid)
+        weighted = kept(self.vectors * of_samples, valid)  # in float64
         width = self.vectors.shape[3]
         table_rows = len(out) // width
         total = weighted.new_zeros(table_rows, width)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+
+from dpmac_cli.dp.clipping.eager_mode import EagerMode
 
 # torch gives it no types.
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ ALIGNED = 16
 FEW_WEIGHTS = 1 << 16
 
 
-class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class RowProducts(EagerMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Computes all matrix products by :func:`matmul`, so that no row rounds another.
 
     A mode: operations in the block below ``with`` go through it.
@@ -110,7 +111,7 @@ class RowProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.needed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

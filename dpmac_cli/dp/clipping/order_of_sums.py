@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.eager_mode import EagerMode
 
 #: Operations that add up nothing: they copy, choose or fill.
 EXACT = frozenset(
@@ -126,7 +126,7 @@ FORMATS = {
 EXPONENTS = 25
 
 
-class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class OrderOfSums(EagerMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Mode that computes sums of other numbers, which show in which order they are added up.
 
     Each number is replaced as a function of its bits alone, so equal rows stay equal, and results
@@ -146,7 +146,7 @@ class OrderOfSums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         return tree_map(_ordinary, result)
 
 
-class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class Elementwise(EagerMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Mode that notices elementwise operations which may round a tensor's last elements otherwise.
 
     Attributes:
@@ -156,7 +156,7 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ends, self.largest = False, 0
         self._known = dict[Any, bool]()
 

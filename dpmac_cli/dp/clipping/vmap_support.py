@@ -14,9 +14,9 @@ from torch._functorch import autograd_function
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.eager_mode import EagerMode
 from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.projections import masks_kept, replaced
 from dpmac_cli.dp.clipping.recurrent import FUNCTIONS
@@ -140,7 +140,7 @@ def _reject_own_rule(interpreter: Any, rule: Any, function: Any, *args: Any, **n
     return _call_rule(interpreter, rule, function, *args, **named)
 
 
-class Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+class Constant(EagerMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Mode in which every operation that draws random numbers returns one half instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,5 +205,5 @@ def constant_draws() -> Iterator[None]:
     So a trial computes the same for a sample alone and within a batch.
     """
     # The other kernels of attention draw and use random numbers in one operation.
-    with sdpa_kernel(SDPBackend.MATH), Constant():  # type: ignore[no-untyped-call]
+    with sdpa_kernel(SDPBackend.MATH), Constant():
         yield
