@@ -10,7 +10,7 @@ from torch import nn
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.part import Part
-from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
 from dpmac_cli.before_0_4 import METHODS, SEE
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
@@ -166,8 +166,16 @@ class PrivateProgram(Unshared):
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee of all that has begun on these records."""
-        return self._account.statement
+        """Return the meaning of the guarantee, also before anything has begun."""
+        account = self._account
+        guarantee = statement(
+            account.epsilon,
+            account.delta,
+            account.events,
+            self._plan.unit,
+            seeded=account.seeded,
+        )
+        return " ".join((guarantee, *account.on_choices))
 
     @property
     def lr(self) -> float:

@@ -4,8 +4,6 @@ import io
 import math
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from dpmac_cli.tasks.task import Compared
 from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
 from tests.helpers import unread
-from tests.typed import dpmac, process, shell
+from tests.typed import dpmac, process, shell, started
 
 DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "3")
 
@@ -305,7 +303,7 @@ def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> No
 
 
 @pytest.mark.long
-def test_a_training_does_not_load_the_compiler_of_torch(tmp_path: Path) -> None:
+def test_a_training_does_not_load_the_compiler_of_torch() -> None:
     """Its import takes a second of CPU time, a sixth of the shortest training."""
     program = """
 import sys
@@ -313,7 +311,5 @@ from dpmac_cli import train
 train(dataset="digits", epochs=1, sigma=1.0, out="run")
 assert "torch._dynamo" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = started(program)
     assert done.returncode == 0, done.stderr

@@ -109,10 +109,8 @@ class ByVmap:
         :meth:`note_calls` must have run with such samples before.
 
         Args:
-            model: the network, or a copy of it.
-            layers: its layers.
-            x: inputs, shape (samples, ...): see :class:`.PerSample`.
-            y: their labels, shape (samples, ...).
+            model, layers: the network, or a copy of it, and its layers.
+            x, y: inputs and their labels, shape (samples, ...): see :class:`.PerSample`.
             results: list to which the results of all operations are added, one row per sample; no
                 gradients are computed then. None to compute gradients.
 
