@@ -94,7 +94,7 @@ def run_page(run: Path) -> str:
 
 
 def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
-    """Return pictures of how well a model predicts, by their titles.
+    """Return pictures of how well a model predicts, by their titles; {} if nothing can be drawn.
 
     They are of the scores in the report, and of the noisy histogram of the training records.
     """
@@ -129,7 +129,7 @@ FIGURE_SECTIONS = ("Reliability of probabilities", "Test records by class")
 
 
 def _figures_first(card: str) -> tuple[str, str]:
-    """Return the title and the figures of a card, and all that it says besides, as Markdown."""
+    """Return a card in two parts of Markdown: title and figures, and all that it says besides."""
     first, *sections = re.split(r"(?m)^## ", card)
     lead, table = first.split(FIGURES, 1)
     title, _, guarantee = lead.partition("\n")
@@ -288,7 +288,7 @@ def _are_own(features: str | None) -> bool:
 
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
-    """Return what each event of a run is, and the event, in the order of the card."""
+    """Return the events of a run with their names in words, in the order of the card."""
     trained, counts, tested = (list[tuple[str, TrainingEvent]]() for _ in range(3))
     for event in report.events:
         if event.records == "test":

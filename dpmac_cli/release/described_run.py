@@ -34,12 +34,12 @@ class DescribedRun:
 
     @property
     def units(self) -> bool:
-        """Return whether a unit of privacy may have several records."""
+        """Return whether a unit of privacy may have several records; False for records alone."""
         return bool(self.plan.facts.unit)
 
     @property
     def counted(self) -> str:
-        """Return what train_size counts: records or units."""
+        """Return what train_size counts: "records", or "units" if a unit may have several."""
         return "units" if self.units else "records"
 
     @property

@@ -132,7 +132,11 @@ def load_model(
 
 
 def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
-    """Yield the tensors of a file that a network does not have in the same form, or lacks."""
+    """Yield why tensors of a file are not those of a network, one phrase each; nothing if they are.
+
+    Args:
+        in_file, expected: forms of the tensors by name, as :func:`_forms` returns them.
+    """
     for key in sorted(in_file.keys() | expected.keys()):
         there, wanted = in_file.get(key), expected.get(key)
         if there != wanted:

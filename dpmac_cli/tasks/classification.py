@@ -42,7 +42,7 @@ SPECIFICITY = 0.95
 
 
 def right(of: Compared) -> NDArray[np.bool_]:
-    """Return which records are classified correctly, shape (records,)."""
+    """Return which records are classified correctly, bool, shape (records,)."""
     is_right: NDArray[np.bool_] = np.equal(of.truth, of.guess)
     return is_right
 
@@ -64,7 +64,10 @@ def ranked(of: Compared) -> NDArray[np.bool_]:
 
 
 def ranked_classes(of: Compared) -> NDArray[Any]:
-    """Return the classes with both positives and negatives; only the last one of two classes."""
+    """Return the numbers of the classes with both positives and negatives.
+
+    Of two classes it is only the last one, [1]; it is empty if all records are of one class.
+    """
     counted = of.truth if of.weights is None else of.truth[of.weights > 0]
     classes = np.unique(counted)
     if len(classes) < 2:
@@ -257,12 +260,12 @@ class Classification(Task):
 
     @property
     def described(self) -> str:
-        """Return the outputs in words."""
+        """Return the outputs in words, such as "10 classes"."""
         return f"{len(self.names)} classes"
 
     @property
     def summary(self) -> str:
-        """Return the outputs by name."""
+        """Return the outputs by name, such as "the classes cat, dog"."""
         return f"the classes {', '.join(self.names)}"
 
     @property
@@ -328,19 +331,30 @@ class Classification(Task):
         return replace(self, point=OperatingPoint.of(threshold, self.calibration))
 
     def point_facts(self, epsilon: float) -> dict[str, Any] | None:
-        """Return the operating point of two classes as JSON values; None without one."""
+        """Return the operating point of two classes as JSON values; None without one.
+
+        ``epsilon`` is that of the run. See :func:`~dpmac_cli.tasks.operating_point.describe`.
+        """
         if self.outputs != 2 or (self.calibration is None and self.point is None):
             return None
         point = self.point or OperatingPoint(MOST_LIKELY, 0.0)
         return describe(point, self.calibration, self.names, epsilon)
 
     def adjusted(self, outputs: Any) -> Any:
-        """Return calibrated outputs, of which probabilities are the softmax."""
+        """Return calibrated outputs, of which probabilities are the softmax.
+
+        Args:
+            outputs: an array or a tensor, shape (records, classes). Without a calibration it is
+                returned as it is.
+        """
         return outputs if self.calibration is None else self.calibration.applied(outputs)
 
     @property
     def code(self) -> str:
-        """Python expression for the class that is decided on."""
+        """Python expression for the class that is decided on.
+
+        It has ``{}`` for the network's outputs; see :attr:`Task.code`.
+        """
         if self.point is None or self.point.log_odds == 0:
             return "{}.argmax(1)"
         return f"{{}}.diff(dim=1).gt({self.point.log_odds!r}).long().squeeze(1)"
@@ -355,12 +369,19 @@ class Classification(Task):
         return f"({self.calibration.slope!r} * outputs{added}).softmax(1)"
 
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
-        """Return classes that no test record has."""
+        """Return the names of the classes that no test record has; () if each has one.
+
+        ``targets`` are the numbers of the classes of the test records, shape (records,).
+        """
         tested = set(targets.tolist())
         return tuple(name for k, name in enumerate(self.names) if k not in tested)
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return calibrated probabilities, shape (records, classes); NaN if an output is NaN."""
+        """Return calibrated probabilities, float32, shape (records, classes).
+
+        Args:
+            outputs: outputs of the network, shape (records, classes). A row with NaN becomes NaN.
+        """
         # Infinity is the largest number: softmax is not NaN.
         known = self.adjusted(np.nan_to_num(outputs).astype(np.float64))
         probabilities = special.softmax(known, 1)
@@ -404,7 +425,10 @@ class Classification(Task):
         return Compared(targets, guess, owners, scores)
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
-        """Return 1 for correct records and 0 for wrong ones."""
+        """Return 1 for correct records and 0 for wrong ones, and the most, which is 1.
+
+        Counts are int64, shape (records,); see :meth:`Task.counted`.
+        """
         return right(of).astype(np.int64), 1
 
     def constant(self, of: Compared) -> dict[str, float]:
@@ -425,7 +449,15 @@ class Classification(Task):
         }
 
     def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
-        """Return a note on a model that is no better than one class, or that omits some."""
+        """Return a note on a model that is no better than one class, or that omits some.
+
+        Args:
+            of: predictions for test records beside their targets.
+            loss: see :meth:`Task.remark`; the note is the same for every loss.
+
+        Returns:
+            Sentences, and whether the outputs tell nothing; None if there is nothing to note.
+        """
         correct, records = int(right(of).sum()), len(of.truth)
         most = int(np.bincount(of.truth).max())
         if most == records:
@@ -467,7 +499,7 @@ class Classification(Task):
 
 
 def ranks(of: Compared) -> bool:
-    """Return whether scores tell classes apart, by an AUROC that is not random.
+    """Return whether scores tell classes apart, by an AUROC that is clearly not random.
 
     The variance of the AUROC of random scores is (p + n + 1) / (12 p n) for p positives and n
     negatives (Mann and Whitney 1947), here of units. That of a mean is at most the largest.

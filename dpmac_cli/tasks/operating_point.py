@@ -99,7 +99,10 @@ class OperatingPoint:
         return cls(asked, odds)
 
     def probability(self, calibration: Calibration | None) -> float:
-        """Return the probability of the last class above which it is said."""
+        """Return the calibrated probability of the last class above which it is said, from 0 to 1.
+
+        ``calibration`` is that of the network; None for probabilities as they were trained.
+        """
         slope, intercept = _line(calibration)
         return float(special.expit(slope * self.log_odds + intercept))
 
