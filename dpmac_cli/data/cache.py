@@ -201,7 +201,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, size: float) -> list[Path]:
-    """Remove the least recently used files of a cache, and return them.
+    """Remove the least recently used files of a cache, and return the paths of those removed.
 
     Args:
         folder: the cache.

@@ -129,6 +129,8 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 def _is_around(task: Task, facts: Facts) -> bool:
     """Return whether a model's range was found by counts inside that of a number to predict.
 
+    Then the model predicts a narrower range than is declared, which is no misfit.
+
     Args:
         task: the number to predict, as it is declared.
         facts: facts of the model.
@@ -138,7 +140,13 @@ def _is_around(task: Task, facts: Facts) -> bool:
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
-    """Evaluate a model on test records, read and calibrated as those that it was trained on."""
+    """Evaluate a model on test records, read and calibrated as those that it was trained on.
+
+    Args:
+        model: the network.
+        facts: its facts: how records are scaled, and the task with its calibration.
+        data: the dataset, of which the test records are used.
+    """
     task = replace(facts.task, names=data.task.names)
     data = data.scaled_as(facts.data.records).predicting(task)
     return evaluate(model, data, data.tested)
@@ -412,7 +420,15 @@ def predict(
 
 
 def _at(released: Released, threshold: str | float | None) -> Task:
-    """Return the task of a model, at another operating point if there is one. Raises InputError."""
+    """Return the task of a model, at another operating point if there is one.
+
+    Args:
+        released: the model.
+        threshold: "balanced", "sensitivity=0.9" or a probability; None for the model's own.
+
+    Raises:
+        InputError: the model has no such point.
+    """
     task = released.facts.task
     if threshold is None:
         return task
@@ -427,7 +443,16 @@ def _at(released: Released, threshold: str | float | None) -> Task:
 
 
 def _at_level(task: Task, level: float | None, path: Path) -> Task:
-    """Return a task with intervals of another level if there is one. Raises InputError."""
+    """Return a task with intervals of another level if there is one.
+
+    Args:
+        task: task of the model.
+        level: share of the targets that an interval has; None for the task's own.
+        path: the model file, for the message.
+
+    Raises:
+        InputError: the model has no intervals, or the level is not between 0 and 1.
+    """
     if level is None:
         return task
     has_intervals = isinstance(task, Regression) and task.residuals is not None
@@ -495,7 +520,13 @@ def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
 def _outputs(
     released: Released, batches: Iterator[Tensor], count: int
 ) -> NDArray[np.floating[Any]]:
-    """Return the model's outputs for ``count`` records, and report progress."""
+    """Return the model's outputs for all records, shape (records, outputs), and report progress.
+
+    Args:
+        released: the model.
+        batches: records as the network takes them, some after the other.
+        count: number of all records, for the progress.
+    """
     done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
     all_logits = torch.empty(count, released.facts.task.outputs, dtype=kind)

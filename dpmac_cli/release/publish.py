@@ -202,7 +202,10 @@ def _released(session: Session) -> tuple[str, ...]:
 
 
 def _settings(session: Session) -> Any:
-    """Return the settings of a run for its report: no path, and nothing without an effect."""
+    """Return the settings of a run for its report: no path, and nothing without an effect.
+
+    Left out are folders, and hyperparameters that the optimizer does not have.
+    """
     plan = session.plan
     device = session.trainer.state.theta.device.type
     used = ("optimizer", *plan.optimizer.used(private=plan.private))
