@@ -47,7 +47,8 @@ class PublicBackbone(nn.Module):
         self.network = (lite if kind.package else of_torchvision)(kind.network)
         self.network.set_submodule(kind.head, nn.Identity())
         constants = (images.mean, images.std, kind.mean, kind.std)
-        mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
+        by_channel = [torch.tensor(each).view(-1, 1, 1) for each in constants]
+        mean, std, its_mean, its_std = by_channel
         self.register_buffer("gain", std / its_std, persistent=False)
         self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)

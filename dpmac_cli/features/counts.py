@@ -291,7 +291,9 @@ class _Mass:
     @property
     def zero(self) -> NDArray[np.bool_]:
         """Return which pieces are the cell of zero, shape (pieces,)."""
-        zero: NDArray[np.bool_] = (self.edges[:-1] == ZERO[0]) & (self.edges[1:] == ZERO[1])
+        begins = self.edges[:-1] == ZERO[0]
+        ends = self.edges[1:] == ZERO[1]
+        zero: NDArray[np.bool_] = begins & ends
         return zero
 
 
@@ -366,7 +368,9 @@ def _fitted(rounds: Sequence[_Round], units: int) -> _Mass:
     fitted *= units / max(fitted.sum(), EXACT)
     fitted[fitted < EXACT] = 0
     mass = _Mass(edges, fitted[:-1], noise)
-    return mass if mass.units.any() else replace(mass, units=np.where(mass.zero, EXACT, 0.0))
+    if mass.units.any():
+        return mass
+    return replace(mass, units=np.where(mass.zero, EXACT, 0.0))
 
 
 def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
@@ -445,7 +449,9 @@ def _distribution(rounds: Sequence[_Round], units: int) -> Distribution:
     # Only the edges at which the slope changes; it is 0 beyond the ends.
     slopes = np.concatenate([[0.0], np.diff(shares) / np.diff(mass.edges), [0.0]])
     bends = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0)
-    return Distribution(low, high, tuple(mass.edges[bends].tolist()), tuple(shares[bends].tolist()))
+    edges_of_bends = tuple(mass.edges[bends].tolist())
+    shares_of_bends = tuple(shares[bends].tolist())
+    return Distribution(low, high, edges_of_bends, shares_of_bends)
 
 
 def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
@@ -462,7 +468,8 @@ def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
         if mass.zero[piece]:
             return 0.0
         part = (share - shares[piece]) / max(shares[piece + 1] - shares[piece], 1e-300)
-        return float(mass.edges[piece] + part * (mass.edges[piece + 1] - mass.edges[piece]))
+        begin, end = mass.edges[piece], mass.edges[piece + 1]
+        return float(begin + part * (end - begin))
 
     unsure = noise / mass.total
     tail = float(np.clip(TAIL_NOISE * unsure, TAIL, MOST_TAIL))
@@ -491,4 +498,8 @@ def _wider(low: float, high: float, part: float) -> tuple[float, float]:
     """
     margin = (high - low) * part
     lower, higher = low - margin, high + margin
-    return (max(lower, 0.0) if low >= 0 else lower), (min(higher, 0.0) if high <= 0 else higher)
+    if low >= 0:
+        lower = max(lower, 0.0)
+    if high <= 0:
+        higher = min(higher, 0.0)
+    return lower, higher

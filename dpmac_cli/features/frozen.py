@@ -108,7 +108,10 @@ class FrozenFeatures(WithHead):
         Args:
             x: standardised records, shape (records, ...).
         """
-        return torch.cat([self.frozen(part).to(self.stored) for part in self._parts(x)])
+        features = []
+        for part in self._parts(x):
+            features.append(self.frozen(part).to(self.stored))
+        return torch.cat(features)
 
     def public_weights(self) -> dict[str, Tensor]:
         """Return all parameters and buffers of the frozen part by name, without those of the head.
@@ -281,7 +284,8 @@ def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Recor
         if type(module) is nn.Linear:
             module.register_forward_hook(partial(note, name))
     weight = next(network.parameters(), torch.empty(0))
-    x = torch.randn(SEEN, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(SEEN, *shape, generator=draws).to(weight)
     return calls, network(x)
 
 

@@ -77,7 +77,8 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     named |= {"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)}
     records = fingerprint(*data.splits)
     record = {"version": VERSION, "torch": torch.__version__, "records": records, **settings}
-    return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
+    tensors = {name: tensor.detach().cpu() for name, tensor in named.items()}
+    return digest(tensors, record)
 
 
 def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:

@@ -162,7 +162,8 @@ class TableInputs(nn.Module):
 def _padded(values: Sequence[float]) -> Tensor:
     """Return at most EDGES numbers of a distribution, and copies of the last one up to there."""
     missing = max(0, EDGES - len(values))
-    return torch.from_numpy(np.pad(np.array(values[:EDGES]), (0, missing), "edge"))
+    kept = np.array(values[:EDGES])
+    return torch.from_numpy(np.pad(kept, (0, missing), "edge"))
 
 
 def _hats(inside: Tensor) -> Tensor:
@@ -183,5 +184,6 @@ def _centred(one_hot: Tensor) -> Tensor:
     """
     known, others = one_hot[:, :-1], one_hot[:, -1:]
     if one_hot.shape[1] == TWO_AND_OTHERS:
-        return torch.cat([HALF * (known[:, 1:] - known[:, :1]), others], 1)
+        first, second = known[:, :1], known[:, 1:]
+        return torch.cat([HALF * (second - first), others], 1)
     return torch.cat([known - known.mean(1, keepdim=True), others], 1)

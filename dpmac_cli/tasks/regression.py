@@ -399,7 +399,8 @@ class Regression(Task):
 
     def _bins(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
         """Return the bin of each number on the scale of the target, from 0, shape (records,)."""
-        places: Floats = (self.encoded(numbers)[:, 0].astype(np.float64).clip(-1, 1) + 1) / 2
+        encoded = self.encoded(numbers)[:, 0].astype(np.float64)
+        places: Floats = (encoded.clip(-1, 1) + 1) / 2
         return (places * BINS).astype(np.int64).clip(0, BINS - 1)
 
     @property
