@@ -371,12 +371,20 @@ def turn_of(opened: Image.Image) -> int | None:
 
 
 def header_of(opened: Image.Image) -> Header:
-    """Return the mode of an image, as Pillow names it, and its upright width and height."""
+    """Return the mode of an image, as Pillow names it, and its upright width and height.
+
+    Args:
+        opened: an image that Pillow has opened and not decoded.
+    """
     return opened.mode, *size_of(opened)
 
 
 def size_of(opened: Image.Image) -> tuple[int, int]:
-    """Return the width and height of an image once it is upright."""
+    """Return the width and height of an image once it is upright.
+
+    Args:
+        opened: an image that Pillow has opened and not decoded.
+    """
     width, height = opened.size
     if turn_of(opened) in (2, 4, 5, 6):
         return height, width

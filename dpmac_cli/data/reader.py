@@ -134,6 +134,9 @@ def kind_of(declared: Declaration) -> str:
     """Return the name of the reader of a dataset, such as "tables"; "" if no reader fits.
 
     Readers that were registered later are asked first.
+
+    Args:
+        declared: the dataset.
     """
     for name, (fits, _) in reversed(READERS.items()):
         if fits(declared):

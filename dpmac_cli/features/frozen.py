@@ -219,6 +219,10 @@ def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     depend on the number of threads, and no thread waits for another. An exception of a call is
     raised here, and torch's number of threads is restored.
 
+    Args:
+        function: called once per item, from several threads at a time.
+        items: its arguments.
+
     >>> by_threads(abs, [-2, 3])
     [2, 3]
     """

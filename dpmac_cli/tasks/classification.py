@@ -42,13 +42,21 @@ SPECIFICITY = 0.95
 
 
 def right(of: Compared) -> NDArray[np.bool_]:
-    """Return which records are classified correctly, bool, shape (records,)."""
+    """Return which records are classified correctly, bool, shape (records,).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_right: NDArray[np.bool_] = np.equal(of.truth, of.guess)
     return is_right
 
 
 def classes_of(of: Compared) -> NDArray[np.bool_]:
-    """Return the records of each true class with records, shape (records, 1, classes)."""
+    """Return the records of each true class with records, shape (records, 1, classes).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_of: NDArray[np.bool_] = np.equal(of.truth[:, None], np.unique(of.truth))
     return is_of[:, None]
 
@@ -57,6 +65,9 @@ def ranked(of: Compared) -> NDArray[np.bool_]:
     """Return positives and negatives of each class that has both, shape (records, 2, classes).
 
     Of two classes, only the last one is positive.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = ranked_classes(of)
     positive = np.equal(of.truth[:, None], classes)
@@ -67,6 +78,9 @@ def ranked_classes(of: Compared) -> NDArray[Any]:
     """Return the numbers of the classes with both positives and negatives.
 
     Of two classes it is only the last one, [1]; it is empty if all records are of one class.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     counted = of.truth if of.weights is None else of.truth[of.weights > 0]
     classes = np.unique(counted)
@@ -76,7 +90,11 @@ def ranked_classes(of: Compared) -> NDArray[Any]:
 
 
 def accuracy(of: Compared) -> float:
-    """Return the share of records that are classified correctly."""
+    """Return the share of records that are classified correctly.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return float(sklearn_metrics.accuracy_score(of.truth, of.guess, sample_weight=of.weights))
 
 
@@ -84,6 +102,9 @@ def balanced_accuracy(of: Compared) -> float:
     """Return the mean of the sensitivities of the classes with records.
 
     With K classes, a model that says one class to all has 1 / K, however frequent that class is.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     sensitivity, _ = rates(of)
     return _mean(sensitivity)
@@ -94,6 +115,9 @@ def f1(of: Compared) -> float:
 
     A class that no record has and that is never predicted is left out (``macro`` with nan for a
     division by zero in scikit-learn).
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return float(
         sklearn_metrics.f1_score(
@@ -112,6 +136,9 @@ def auroc(of: Compared) -> float:
 
     It is the probability that a record of the class has a higher score than one of another class,
     with one half for a tie. Of two classes it is that of the last one.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return _mean([sklearn_metrics.auc(false, true) for false, true in _curves(of)])
 
@@ -120,6 +147,9 @@ def sensitivity_at_specificity(of: Compared) -> float:
     """Return the largest sensitivity at a specificity of :data:`SPECIFICITY` or more.
 
     It is a mean over classes, at the threshold that suits these test records best.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     most = 1 - SPECIFICITY + 1e-12
     return _mean([float(true[false <= most].max()) for false, true in _curves(of)])
@@ -130,6 +160,9 @@ def average_precision(of: Compared) -> float:
 
     It is the sum over thresholds of the precision times the gain in sensitivity, without
     interpolation. Random scores have the share of the class.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return _mean(_of_rankings(of, sklearn_metrics.average_precision_score))
 
@@ -139,6 +172,9 @@ def log_loss(of: Compared) -> float:
 
     Probabilities are those after calibration. One of 0 counts as the smallest step of float64, so a
     record costs at most 36.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     shares = of.scores.astype(float).clip(0, 1)
     shares /= shares.sum(1, keepdims=True)
@@ -153,6 +189,9 @@ def calibration_error(of: Compared) -> float:
 
     Records are in :data:`BINS` bins of equal width by their largest probability. The gap of a bin
     is that between the mean of these and the share of correct records; bins count by their records.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     weights = np.ones(len(of.truth)) if of.weights is None else of.weights
     confidence = of.scores.max(1).clip(0, 1)
@@ -166,6 +205,9 @@ def rates(of: Compared) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
     They are nan for a class without positives, or without negatives. A record whose output contains
     NaN is a wrong answer.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = np.arange(of.scores.shape[1])
     counts = sklearn_metrics.multilabel_confusion_matrix(
@@ -180,6 +222,9 @@ def confusion_of(of: Compared) -> NDArray[np.int64]:
     """Return int64 counts by true and predicted class, shape (classes, classes).
 
     Records whose output contains NaN are left out.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = np.arange(of.scores.shape[1])
     answered = of.guess >= 0
@@ -400,7 +445,11 @@ class Classification(Task):
         return places
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
-        """Return the predicted class, "" if an output contains NaN, and probabilities."""
+        """Return the predicted class, "" if an output contains NaN, and probabilities.
+
+        Args:
+            outputs: outputs of the network, shape (records, classes).
+        """
         lost = is_lost(outputs)
         chosen = zip(lost, self.chosen(outputs), strict=True)
         predicted = ["" if bad else self.names[place] for bad, place in chosen]
@@ -435,12 +484,19 @@ class Classification(Task):
         """Return the share of the largest class, and the entropy of the shares in nats.
 
         The latter is the log loss of a model that says the shares for each record.
+
+        Args:
+            of: predictions for test records beside their targets.
         """
         shares = np.bincount(of.truth) / len(of.truth)
         return {"accuracy": float(shares.max()), "log-loss": float(special.entr(shares).sum())}
 
     def details(self, of: Compared) -> dict[str, Any]:
-        """Return sensitivity, specificity and the confusion matrix by class."""
+        """Return sensitivity, specificity and the confusion matrix by class.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         sensitivity, specificity = ([*map(finite_or_none, rate)] for rate in rates(of))
         return {
             "sensitivity": sensitivity,
@@ -503,6 +559,9 @@ def ranks(of: Compared) -> bool:
 
     The variance of the AUROC of random scores is (p + n + 1) / (12 p n) for p positives and n
     negatives (Mann and Whitney 1947), here of units. That of a mean is at most the largest.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     largest = 0.0
     for sides in np.moveaxis(ranked(of), 2, 0):

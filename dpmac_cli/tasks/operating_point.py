@@ -110,6 +110,9 @@ class OperatingPoint:
         """Return sensitivity and specificity for the last class, by the noisy histogram.
 
         Both are shares of training records, from 0 to 1, with the noise of the counts.
+
+        Args:
+            calibration: that of the network, with its noisy counts.
         """
         counts = _known(calibration)
         below = [_share_below(counts[:, label], self.log_odds) for label in (0, 1)]
@@ -121,6 +124,9 @@ class OperatingPoint:
         A parametric bootstrap with a public seed: noise of the same size is added to the counts
         again. For a sensitivity that was asked for, the point moves and the counts stay; for
         another point, the counts move.
+
+        Args:
+            calibration: that of the network, with its noisy counts.
         """
         counts, drawn = _known(calibration), np.random.default_rng(0)
         target = SENSITIVITY.fullmatch(self.asked)

@@ -39,17 +39,29 @@ WHOLE = 2**40
 
 
 def mae(of: Compared) -> float:
-    """Return the mean absolute error, on the scale of the target."""
+    """Return the mean absolute error, on the scale of the target.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return _scored(sklearn_metrics.mean_absolute_error, of)
 
 
 def rmse(of: Compared) -> float:
-    """Return the root of the mean squared error, on the scale of the target."""
+    """Return the root of the mean squared error, on the scale of the target.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return _scored(sklearn_metrics.root_mean_squared_error, of)
 
 
 def r2(of: Compared) -> float:
-    """Return the share of the variance that is explained; nan if the targets do not vary."""
+    """Return the share of the variance that is explained; nan if the targets do not vary.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     mean = np.average(of.truth, weights=of.weights)
     spread = np.average(np.square(of.truth - mean), weights=of.weights)
     if spread <= 1e-24 * mean**2:
@@ -58,13 +70,21 @@ def r2(of: Compared) -> float:
 
 
 def below(of: Compared) -> NDArray[np.bool_]:
-    """Return which targets are at or below the prediction, shape (records,)."""
+    """Return which targets are at or below the prediction, shape (records,).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_below: NDArray[np.bool_] = of.truth <= of.guess
     return is_below
 
 
 def coverage(of: Compared) -> float:
-    """Return the share of targets at or below the prediction: a quantile covers its level."""
+    """Return the share of targets at or below the prediction: a quantile covers its level.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return float(np.average(below(of), weights=of.weights))
 
 
@@ -269,7 +289,11 @@ class Regression(Task):
         return scaled
 
     def unscaled(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled."""
+        """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled.
+
+        Args:
+            scaled: encoded targets or outputs, shape (records, 1).
+        """
         if self.open:
             return scaled.astype(np.float64)
         low, high = self.ends
@@ -325,13 +349,20 @@ class Regression(Task):
         return numbers[:, 0]
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return predicted numbers, on the scale of the target, float32, shape (records, 1)."""
+        """Return predicted numbers, on the scale of the target, float32, shape (records, 1).
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
+        """
         return self.decoded(outputs).astype(np.float32)
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
         """Return the columns "predicted", and "low" and "high" of an interval, if there are any.
 
         Numbers have seven significant digits; NaN if an output is.
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
         """
         numbers: dict[str, Floats] = {"predicted": self.answers(outputs)}
         if self.residuals is not None:
@@ -360,7 +391,11 @@ class Regression(Task):
         return Compared(truth, guess, owners, np.zeros((len(truth), 0), np.float32))
 
     def shares(self, of: Compared) -> Floats:
-        """Return absolute errors as shares of the range, 0 to 1, shape (records,)."""
+        """Return absolute errors as shares of the range, 0 to 1, shape (records,).
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         shares: Floats = (np.abs(of.guess - of.truth) / self.width).clip(0, 1)
         return shares
 
@@ -372,7 +407,11 @@ class Regression(Task):
         return np.floor(self.shares(of) * WHOLE).astype(np.int64), WHOLE
 
     def constant(self, of: Compared) -> dict[str, float]:
-        """Return the MAE of the median of the test records, and the RMSE of their mean."""
+        """Return the MAE of the median of the test records, and the RMSE of their mean.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         errors = np.abs(of.truth - np.median(of.truth))
         return {"mae": float(errors.mean()), "rmse": float(of.truth.std())}
 
@@ -381,6 +420,9 @@ class Regression(Task):
 
         A bin is one of :data:`BINS` equal parts of the range. Coverage is the share of the targets
         that are in their intervals: of all, and by predicted bin, None where none is predicted.
+
+        Args:
+            of: predictions for test records beside their targets.
         """
         true, predicted = self._bins(of.truth), self._bins(of.guess)
         counts = np.zeros((BINS, BINS), np.int64)

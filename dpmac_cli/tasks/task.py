@@ -445,13 +445,20 @@ class Task(ABC):
         raise ValueError(f"{self.kind} has no covered score")
 
     def constant(self, of: Compared) -> dict[str, float]:
-        """Return what some metrics are for the best constant prediction, by name; {} for none."""
+        """Return what some metrics are for the best constant prediction, by name; {} for none.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         return {}
 
     def details(self, of: Compared) -> dict[str, Any]:
         """Return further scores of a report and of ``dpmac eval --json``, as JSON values by key.
 
         Keys are among :attr:`reported`; {} without any.
+
+        Args:
+            of: predictions for test records beside their targets.
         """
         return {}
 
