@@ -17,7 +17,12 @@ _import_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or say what has become of one of version 0.3."""
+    """Import a public name on first use, or say what has become of one of version 0.3.
+
+    Raises:
+        ImportError: the name was public in version 0.3; the message has the new one.
+        AttributeError: there is no such name.
+    """
     instead = before_0_4.NAMES.get(name)
     if instead is not None:
         # An AttributeError would be replaced by a message without this line.

@@ -10,7 +10,11 @@ ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> None:
-    """Run the console script."""
+    """Run the console script ``dpmac`` with the arguments of the process.
+
+    Ctrl-C and SIGTERM end it at once with exit code 130, until a command installs a handler of its
+    own. A stream that the caller closed is replaced by one that discards what is written.
+    """
     # Imports take seconds, in which Ctrl-C may simply end the process. Commands with something to
     # lose install their own handler.
     for number in ASKS_TO_STOP:

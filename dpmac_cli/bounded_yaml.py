@@ -52,17 +52,23 @@ def _written_out(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 class TextLoader(_Bounded, yaml.BaseLoader):
-    """Reads every value as text."""
+    """Loader for ``yaml.load`` that reads every value as text, within the limits of this module."""
 
 
 class ValueLoader(_Bounded, yaml.SafeLoader):
-    """Reads numbers, dates and truth values, too."""
+    """Loader for ``yaml.load`` that reads numbers, dates and truth values, within these limits."""
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a YAML file.
+    """Return the text of a YAML file of a bounded size.
 
-    Raises OSError, UnicodeDecodeError, and yaml.YAMLError if the file is too large.
+    Args:
+        file: path of the file, in UTF-8.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        yaml.YAMLError: it is too large.
     """
     with file.open("rb") as stream:
         content = stream.read(MOST_BYTES + 1)

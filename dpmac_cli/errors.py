@@ -40,7 +40,15 @@ def as_keywords(message: str) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things in words: "1 record", "2,000 records", "2 classes"."""
+    """Return a number of things in words, with commas between thousands.
+
+    Args:
+        number: how many there are.
+        what: one of them; "s" or "es" is added for several.
+
+    >>> counted(1, "record"), counted(2000, "record"), counted(2, "class")
+    ('1 record', '2,000 records', '2 classes')
+    """
     ending = "es" if what.endswith(("s", "x", "ch")) else "s"
     return f"{number:,} {what}{ending * (number != 1)}"
 
@@ -48,9 +56,15 @@ def counted(number: int, what: str) -> str:
 class DpmacError(Exception):
     """Base class of errors with messages for the user, each a full sentence with a remedy.
 
+    ``str(error)`` has settings as keywords, one message per line; a command prints ``errors`` with
+    flags instead, and ends with ``exit_code``.
+
     Args:
-        errors: messages, in which settings are in braces: see :func:`as_flags`. As a text, the
-            error has them as keywords.
+        errors: one message, or several, in which settings are in braces: see :func:`as_flags`.
+
+    Attributes:
+        errors: the messages, a tuple.
+        exit_code: exit code of a command that the error ends.
     """
 
     exit_code: ClassVar[int] = BUG
@@ -62,38 +76,46 @@ class DpmacError(Exception):
 
 
 class InputError(DpmacError):
-    """An argument or an input file cannot be used."""
+    """An argument or an input file cannot be used. Exit code 2."""
 
     exit_code = USAGE
 
 
 def raise_errors(errors: Iterable[str]) -> None:
-    """Raise InputError with every error that was found, if there are any."""
+    """Raise InputError with every error that was found; do nothing if there are none.
+
+    Args:
+        errors: messages, each a full sentence with a remedy; see :class:`DpmacError`.
+    """
     messages = tuple(errors)
     if messages:
         raise InputError(messages)
 
 
 class BudgetError(DpmacError):
-    """The privacy budget cannot be met, or is spent."""
+    """The privacy budget cannot be met, or is spent. Exit code 3."""
 
     exit_code = BUDGET
 
 
 class ModelError(DpmacError):
-    """A model or a checkpoint does not fit what it is used for."""
+    """A model or a checkpoint does not fit what it is used for. Exit code 4."""
 
     exit_code = MISFIT
 
 
 class RunError(DpmacError):
-    """A run cannot continue: memory ran out, or its device failed."""
+    """A run cannot continue: memory ran out, or its device failed. Exit code 4."""
 
     exit_code = MISFIT
 
 
 class DivergedError(RunError):
-    """The parameters of a run are no longer finite after ``step``."""
+    """The parameters of a run are no longer finite. Exit code 4.
+
+    Args:
+        step: last step, after which a parameter was NaN or infinite.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -108,7 +130,15 @@ LONGEST = 1000
 
 
 def first_fault(failure: Exception) -> str:
-    """Return the place and the fault of a ValidationError, or the first line of another error."""
+    r"""Return the first fault of an error in one line, without a full stop.
+
+    Args:
+        failure: a ValidationError of pydantic, of which the place and the fault are returned, such
+            as "settings.lr: ..."; of another error the first line.
+
+    >>> first_fault(ValueError("no header.\nfile: a.csv"))
+    'no header'
+    """
     if (errors := getattr(failure, "errors", None)) is None:
         return str(failure).partition("\n")[0].rstrip(".")
     first = errors()[0]
@@ -119,9 +149,10 @@ def first_fault(failure: Exception) -> str:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise ValueError for whatever a library in Rust raises, such as PanicException.
+    """Raise ValueError for whatever a library in Rust raises; a context manager.
 
-    That is a BaseException, which no handler of Exception sees.
+    A PanicException is a BaseException, which no handler of Exception sees. Interrupts, exits and a
+    lack of memory are raised as they are.
     """
     try:
         yield
@@ -132,12 +163,20 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def escaped(text: str) -> str:
-    """Return text with escapes for characters that a terminal may take for commands."""
+    r"""Return text with escapes for characters that a terminal may take for commands.
+
+    >>> escaped("a\tb")
+    'a\\tb'
+    """
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def as_sentence(text: str) -> str:
-    """Return a text with a final full stop and escaped control characters."""
+    """Return a text with escaped control characters and, unless it ends a sentence, a full stop.
+
+    >>> as_sentence("file not found"), as_sentence("Really?")
+    ('file not found.', 'Really?')
+    """
     text = escaped(text)
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
@@ -150,6 +189,13 @@ _CURES = {
 
 
 def explain_os_error(failure: OSError) -> str:
-    """Return the file, the reason and the remedy of an OSError, in sentences."""
+    """Return the file, the reason and the remedy of an OSError, in sentences.
+
+    Without a file, the error is about the standard output. There is a remedy for full and for
+    read-only disks and folders.
+
+    >>> explain_os_error(OSError(errno.ENOSPC, "No space left on device", "model.safetensors"))
+    'model.safetensors: No space left on device. Free some space.'
+    """
     what = f"{failure.filename or 'standard output'}: {failure.strerror or failure}."
     return what + _CURES.get(failure.errno or 0, "")

@@ -36,7 +36,17 @@ __all__ = (
 
 
 class OnFirstUse:
-    """Stand-in for a module, which is imported when an attribute of it is first read."""
+    """Stand-in for a module, which is imported when an attribute of it is first read.
+
+    Args:
+        module: full name of the module, such as "scipy.stats".
+
+    Raises:
+        ImportError: an attribute is read, and the module is not installed.
+
+    >>> OnFirstUse("math").sqrt(4)
+    2.0
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module

@@ -9,7 +9,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Computing:
-    """Progress: ``done`` of ``records`` are computed."""
+    """Progress of a computation, as a listener gets it.
+
+    Attributes:
+        done: number of records that are computed.
+        records: number of all records.
+        folder: where they are stored.
+        what: name of what is computed, in the plural: "features", "images", "runs".
+    """
 
     done: int
     records: int
@@ -22,13 +29,17 @@ LISTENER: ContextVar[Callable[[Computing], object]] = ContextVar("LISTENER", def
 
 
 def report(done: int, records: int, folder: Path, what: str = "features") -> None:
-    """Tell the listener of the progress of a computation."""
+    """Tell the listener of the progress of a computation; nothing happens without one.
+
+    Args:
+        done, records, folder, what: attributes of :class:`Computing`.
+    """
     LISTENER.get()(Computing(done, records, folder, what))
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Tell no listener of the progress of computations."""
+    """Tell no listener of the progress of computations in the block; a context manager."""
     token = LISTENER.set(lambda _: None)
     try:
         yield
@@ -38,7 +49,17 @@ def unheard() -> Iterator[None]:
 
 @contextmanager
 def heard_by(listener: Callable[[Computing], object]) -> Iterator[None]:
-    """Call a function with the progress of computations, before the listener so far."""
+    """Call a function with the progress of computations in the block; a context manager.
+
+    Listeners around it are called, too, after this one.
+
+    Args:
+        listener: called with a :class:`Computing` each time. What it raises ends the computation.
+
+    >>> with heard_by(lambda event: print(event.done, "of", event.records)):
+    ...     report(1, 2, Path("cache"))
+    1 of 2
+    """
     before = LISTENER.get()
 
     def both(event: Computing) -> None:

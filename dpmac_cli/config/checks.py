@@ -51,7 +51,9 @@ IMAGE = 3
 
 
 def faults(plan: Plan) -> Iterator[str]:
-    """Yield faults in combinations of settings, each a sentence with a remedy.
+    """Yield faults in combinations of settings, each a sentence with a remedy; nothing if all fit.
+
+    Settings are in braces, as in :func:`~dpmac_cli.errors.as_flags`.
 
     Args:
         plan: completed settings with facts of the records. Its noise may not be known yet.
@@ -350,7 +352,9 @@ def _frozen_faults(plan: Plan) -> Iterator[str]:
 
 
 def notes(plan: Plan, flags: Collection[str]) -> tuple[str, ...]:
-    """Return notes on valid settings that are probably mistakes.
+    """Return notes on valid settings that are probably mistakes; () without any.
+
+    Each is a sentence without a prefix, with settings in braces.
 
     Args:
         plan: plan of a run without faults.
@@ -383,7 +387,7 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
 def private_notes(plan: Plan, findings: PrivateNotes) -> tuple[str, ...]:
     """Return notes about the records, such as counts of them, which epsilon does not cover.
 
-    They are for the person who holds the records. No file and no log has them.
+    They are for the person who holds the records. No file and no log has them. () without any.
 
     Args:
         plan: plan of the run.
@@ -497,7 +501,9 @@ def delta_note(delta: float, records: int) -> Iterable[str]:
 
 
 def fault_of_package(package: str, extra: str, flag: str) -> Iterator[str]:
-    """Yield an error if a package of an extra is not installed.
+    """Yield an error if a package of an extra is not installed; nothing if it is.
+
+    The error is a sentence with the command that installs it.
 
     Args:
         package: name of the module.

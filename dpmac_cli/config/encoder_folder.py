@@ -69,7 +69,7 @@ def read_encoder(named: str) -> TextEncoder:
 
 
 def _name_of(folder: Path) -> str:
-    """Return the name of a folder of an encoder, which reports show."""
+    """Return the name of a folder of an encoder, which reports show, without the folders above."""
     name = folder.resolve().name
     check_name(name)
     return f"./{name}" if name in ENCODERS else name  # it is not the registered one

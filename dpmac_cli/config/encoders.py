@@ -225,19 +225,22 @@ class FeatureKind:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return JSON values of everything but weights that determines the features."""
+        """Return JSON values of everything but weights that determines the features, by name."""
         return vars(self)
 
     def shape_of(self, records: Records) -> tuple[int, ...]:
-        """Return the shape of the features of a record."""
+        """Return the shape of the features of a record, without the dimension of records."""
         raise NotImplementedError
 
     def lookups(self, _: Records) -> int:
-        """Return the number of features at the end that are numbers of places."""
+        """Return the number of features at the end that are numbers of places; 0 for most kinds."""
         return 0
 
     def fault(self, _: Records) -> str | None:
-        """Return why records of the kind are not supported, as the end of a sentence; or None."""
+        """Return why records of the kind are not supported; None if they are.
+
+        The text is the end of a sentence that begins with the records, without a full stop.
+        """
         return None
 
 

@@ -82,11 +82,12 @@ def in_memory(value: Any) -> InMemoryData | None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Records that are left out.
+    """Records that are left out, and why. ``+`` joins two of them.
 
     Attributes:
-        records: one description of each.
-        reasons: sentences on why, which name some of them.
+        records: one description of each, such as "row 3: age is missing".
+        reasons: phrases without a full stop on why, each of which names some of the records. Fewer
+            than records, because records with the same reason share one.
     """
 
     records: tuple[str, ...] = ()
@@ -96,14 +97,21 @@ class LeftOut:
         return LeftOut(self.records + other.records, self.reasons + other.reasons)
 
     def note(self, dataset: str) -> str:
-        """Return a sentence on how many records of a dataset are left out, and why."""
+        """Return a sentence on how many records of a dataset are left out, and why.
+
+        Args:
+            dataset: name of the dataset.
+
+        >>> LeftOut(("row 3: age is missing",), ("row 3: age is missing",)).note("a.csv")
+        '1 record of a.csv is left out: row 3: age is missing.'
+        """
         number = len(self.records)
         verb = "is" if number == 1 else "are"
         return f"{counted(number, 'record')} of {dataset} {verb} left out: {self.why}."
 
     @property
     def why(self) -> str:
-        """Return the reasons as a text."""
+        """Return the reasons as one text, without a full stop; "" without any."""
         return "; ".join(self.reasons)
 
 
@@ -208,6 +216,9 @@ def first_of(names: Iterable[str]) -> str:
 def some_of(faults: Sequence[str]) -> list[str]:
     """Return a text that lists some faults of one kind and counts the rest; [] for none.
 
+    Args:
+        faults: phrases without a full stop. Their control characters are escaped.
+
     Example:
         >>> some_of(["row 1", "row 2"])
         ['row 1; row 2']
@@ -224,13 +235,21 @@ def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
 
     Args:
         faults: faults of one kind, each without a full stop.
-        remedy: a sentence that begins with a space.
+        remedy: a sentence that begins with a space; "" for none.
+
+    Example:
+        >>> complaints(["row 1", "row 2"], " Remove them.")
+        ['row 1; row 2. Remove them.']
     """
     return [f"{text}.{remedy}" for text in some_of(faults)]
 
 
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
-    """Raise InputError for faults of one kind, see :func:`complaints`; do nothing for none."""
+    """Raise InputError for faults of one kind; do nothing for none.
+
+    Args:
+        faults, remedy: as in :func:`complaints`.
+    """
     raise_errors(complaints(faults, remedy))
 
 

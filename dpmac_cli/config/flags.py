@@ -133,12 +133,16 @@ Several = Annotated[tuple[T, ...], BeforeValidator(split)]
 
 
 def flag_name(name: str) -> str:
-    """Return the name of a setting as a flag: "batch-size" of "batch_size"."""
+    """Return the name of a setting as a flag, without its hyphens: "batch-size" of "batch_size"."""
     return name.replace("_", "-")
 
 
 def setting_name(flag: object) -> str:
-    """Return the name of a setting by its flag, or by a key of a file, which may be no text."""
+    """Return the name of a setting by its flag: "batch_size" of "batch-size".
+
+    Args:
+        flag: a flag without its first hyphens, or a key of a file, which may be no text.
+    """
     return str(flag).replace("-", "_")
 
 
@@ -171,7 +175,7 @@ def kind_of(field: FieldInfo) -> type:
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Return whether a flag is given without a value."""
+    """Return whether a flag is given without a value, as ``--force`` is."""
     return kind_of(field) is bool
 
 
@@ -194,7 +198,7 @@ def choices_of(field: FieldInfo) -> OneOf:
 
 
 def help_of(field: FieldInfo) -> str:
-    """Return the help of a field, without its default."""
+    """Return the help of a field, without its default: the beginning of its docstring."""
     help_text, _ = _described(field)
     return help_text
 

@@ -66,5 +66,5 @@ def recipe_rows() -> list[dict[str, str]]:
 
 
 def file_of(name: str) -> Path:
-    """Return the settings file of a named recipe."""
+    """Return the path of the settings file of a named recipe, which is part of the package."""
     return HERE / "named" / f"{name}.yaml"

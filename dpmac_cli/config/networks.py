@@ -50,7 +50,12 @@ class UserModel:
 
 
 def parse_model(text: str) -> BuiltIn | UserModel:
-    """Parse the value of ``--model``; a colon marks a factory.
+    """Parse the value of ``--model``: a colon marks a factory, anything else is a built-in network.
+
+    Whether there is such a network or factory is not checked.
+
+    Args:
+        text: name of a built-in network, "FILE.py:FACTORY" or "MODULE:FACTORY".
 
     Example:
         >>> parse_model("mlp"), parse_model("nets/small.py:make").name
@@ -128,7 +133,7 @@ class FixedFeatures(FeatureKind):
 
     @property
     def statement(self) -> str:
-        """Return what they depend on, a sentence of reports and cards."""
+        """Return what the features depend on: a full sentence of reports and cards."""
         raise NotImplementedError
 
 

@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def planned(self) -> tuple[TrainingEvent, ...]:
-        """Return all events on training records."""
+        """Return all events on training records: steps, counts of ranges, the last histogram."""
         return (self.event, *self.counts)
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def counts(self) -> tuple[TrainingEvent, ...]:
-        """Return the events of all histograms of training records."""
+        """Return the events of all histograms of training records; () without any."""
         return self.ranges if self.histogram is None else (*self.ranges, self.histogram)
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def counted_columns(self) -> tuple[str, ...]:
-        """Return the columns whose range and ranks follow from counts."""
+        """Return the names of the columns whose range and ranks follow from counts; () for none."""
         if self.facts.schema is None:
             return ()
         ranked = self.settings.scale == PRIVATE_SCALE
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """Return the unit of privacy in words."""
+        """Return the unit of privacy in words, such as "record"."""
         return unit_of(covered=self.settings.cover_scores, several=bool(self.facts.unit))
 
     @property
@@ -180,7 +180,10 @@ class Plan:
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the file of public weights to start from, apart from those of a backbone."""
+        """Return the file of public weights to start from; None without one.
+
+        Weights of a backbone are not meant: they belong to :attr:`features`.
+        """
         return None if self.settings.pretrained is None else Path(self.settings.pretrained)
 
     @property
@@ -350,7 +353,7 @@ Shares = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def shares_of_counts(settings: Settings, facts: Dataset) -> Shares:
-    """Return the shares of the histograms of a run; none without privacy.
+    """Return the shares of the budget for the histograms of a run; none without privacy.
 
     Args:
         settings: completed settings.

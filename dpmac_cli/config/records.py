@@ -299,7 +299,7 @@ class Table(Numbers):
         return len(self.columns) - self.count("flag")
 
     def count(self, *kinds: InputKind) -> int:
-        """Return the number of parts of some kinds."""
+        """Return the number of parts of some kinds, such as ``count("flag")``; 0 for none."""
         return sum(kind in kinds for kind, _ in self.columns)
 
     def ranked(self) -> "Table":

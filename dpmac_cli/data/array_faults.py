@@ -46,9 +46,9 @@ def check_arrays(arrays: ArrayDict, declared: Declaration, *, numbers: bool) -> 
     faults.
 
     Args:
-        arrays: arrays of a reader, with what settings declare of them.
+        arrays: arrays of a reader, with what settings declare of them, by their names in an .npz.
         declared: the dataset.
-        numbers: whether targets are numbers to predict, and not classes.
+        numbers: True if targets are numbers to predict, False for classes.
 
     Raises:
         InputError: with every fault of the arrays.

@@ -34,7 +34,7 @@ ARRAYS = (
     "array files", lambda declared: declared.path.suffix == ".npz" and declared.path.is_file()
 )
 def read_array_file(declared: Declaration) -> Reading:
-    """Return the arrays of an .npz.
+    """Return the arrays of an .npz as the records of a dataset; a registered reader.
 
     Args:
         declared: the dataset. New records, and those of a language model, need no ``y``.
@@ -55,7 +55,8 @@ def read_npz(
 
     Args:
         path: a file of ``numpy.savez``.
-        needed: arrays that must be there. Arrays of other names than :data:`ARRAYS` are ignored.
+        needed: arrays that must be there. Others of :data:`ARRAYS` are read if they are there, and
+            arrays of any other name are ignored.
 
     Raises:
         InputError: the file cannot be read, or an array is missing.

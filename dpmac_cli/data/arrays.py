@@ -44,7 +44,12 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
 
     Args:
         declared: the dataset as settings and its schema declare it.
-        reading: its records.
+        reading: its records. Its arrays are not changed.
+
+    Returns:
+        Training and test records as a network takes them, with public facts and private notes.
+        There
+        are no test records if none are held out.
 
     Raises:
         InputError: for every fault of the arrays; or a unit has training and test records.

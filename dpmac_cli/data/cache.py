@@ -107,6 +107,9 @@ def complete(path: Path) -> RowFile | None:
     """Return a complete file of this user, and mark it as used; None if there is none.
 
     A file that is damaged or truncated counts as none.
+
+    Args:
+        path: path of the file, which need not exist.
     """
     try:
         _check_owner(path.parent)
@@ -201,7 +204,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, size: float) -> list[Path]:
-    """Remove the least recently used files of a cache, and return them.
+    """Remove the least recently used files of a cache, and return the paths of those removed.
 
     Args:
         folder: the cache.

@@ -281,12 +281,17 @@ def file_at(path: str, label: int = NO_CLASS) -> FoundFile:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file of this name is not meant to be seen among records."""
+    """Return whether a file of this name is not meant to be seen among records.
+
+    Example:
+        >>> is_hidden(".DS_Store"), is_hidden("1.png")
+        (True, False)
+    """
     return name.startswith(".") or name.lower() in HIDDEN
 
 
 def visible(names: Iterable[str]) -> list[str]:
-    """Return names in order, without hidden ones."""
+    """Return the names of files in alphabetical order, without hidden ones."""
     return sorted(name for name in names if not is_hidden(name))
 
 

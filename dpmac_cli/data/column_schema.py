@@ -51,7 +51,15 @@ def is_encoding(name: str) -> bool:
 
 
 def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names. Raises ValueError if one is there twice."""
+    """Return names as they are.
+
+    Raises:
+        ValueError: one is there twice.
+
+    Example:
+        >>> distinct(("age", "job"))
+        ('age', 'job')
+    """
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{name} is declared {count} times")
@@ -92,7 +100,7 @@ CellValues = Annotated[Texts, BeforeValidator(_list_of_cells)]
 
 
 class Declared(BaseModel):
-    """Part of a schema: frozen, and without undeclared keys."""
+    """Base class of the parts of a schema: frozen, and without undeclared keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
@@ -297,7 +305,7 @@ class Column(Written):
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Return the values that are declared by name."""
+        """Return the values that are declared by name; () for a column without categories."""
         return self.categories
 
     @property
@@ -336,7 +344,12 @@ class Column(Written):
 
 
 def days_of(end: float | date) -> float:
-    """Return a number, or the days between 1970-01-01 and a date."""
+    """Return a number as it is, or the days between 1970-01-01 and a date.
+
+    Example:
+        >>> days_of(date(1970, 1, 3)), days_of(2.5)
+        (2.0, 2.5)
+    """
     return float(end.toordinal() - EPOCH) if isinstance(end, date) else end
 
 

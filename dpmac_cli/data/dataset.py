@@ -32,7 +32,11 @@ class Split(NamedTuple):
     unit: NDArray[Any] | None = None
 
     def at(self, rows: NDArray[Any]) -> "Split":
-        """Return some records, by their numbers, shape (K,), or a mask, shape (records,)."""
+        """Return some records with their targets and units.
+
+        Args:
+            rows: numbers of the records, shape (K,), or a mask, bool, shape (records,).
+        """
         unit = None if self.unit is None else self.unit[rows]
         return Split(self.x[rows], self.y[rows], unit)
 

@@ -41,7 +41,10 @@ def _is_dataset(declared: Declaration) -> bool:
 
 
 def is_hugging_face(value: object) -> bool:
-    """Return whether a value is like a ``datasets.Dataset`` or a ``datasets.DatasetDict``."""
+    """Return whether a value is like a ``datasets.Dataset`` or a ``datasets.DatasetDict``.
+
+    It is recognised by its class, so the library need not be installed.
+    """
     if isinstance(value, Mapping):
         value = next(iter(value.values()), None)
     kind = type(value)

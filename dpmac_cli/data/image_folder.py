@@ -301,7 +301,7 @@ def decoded(
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use: at most those of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -371,12 +371,20 @@ def turn_of(opened: Image.Image) -> int | None:
 
 
 def header_of(opened: Image.Image) -> Header:
-    """Return the mode of an image, and its width and height once it is upright."""
+    """Return the mode of an image, as Pillow names it, and its upright width and height.
+
+    Args:
+        opened: an image that Pillow has opened and not decoded.
+    """
     return opened.mode, *size_of(opened)
 
 
 def size_of(opened: Image.Image) -> tuple[int, int]:
-    """Return the width and height of an image once it is upright."""
+    """Return the width and height of an image once it is upright.
+
+    Args:
+        opened: an image that Pillow has opened and not decoded.
+    """
     width, height = opened.size
     if turn_of(opened) in (2, 4, 5, 6):
         return height, width
@@ -422,6 +430,12 @@ def seen_in(
 
 
 def unreadable(failure: Exception) -> str:
-    """Return why an image cannot be read, without Pillow's message, which may quote the image."""
+    """Return why an image cannot be read, as a phrase without a full stop.
+
+    Pillow's message is left out, because it may quote the image.
+
+    Args:
+        failure: what Pillow raised.
+    """
     why = getattr(failure, "strerror", None) or "damaged, or of an unknown format"
     return f"cannot be read as an image ({why})"

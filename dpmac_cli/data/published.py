@@ -80,7 +80,7 @@ def _joined(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of records and labels and their shapes, of public data."""
+    """Return the SHA-256 of records and labels and their shapes, of public data, in hexadecimal."""
     digest = hashlib.sha256()
     for split in splits:
         for array in (split.x, split.y):

@@ -52,7 +52,14 @@ def read(
 
 
 def read_own(declared: Declaration) -> Dataset:
-    """Return your own dataset as it is declared. Raises InputError with every fault found."""
+    """Return your own dataset, not a registered one, as it is declared.
+
+    Args:
+        declared: the dataset: its settings, and what they name.
+
+    Raises:
+        InputError: with every fault found.
+    """
     return dataset_of_arrays(declared, reading_of(declared))
 
 

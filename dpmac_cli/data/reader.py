@@ -80,11 +80,11 @@ class Reading:
             record, and decides its side of a split. Without labels, ``x``, and perhaps ``name`` and
             ``id``, lists that name each record in the predictions.
         left_out: records that cannot be used, with ``skip_bad``.
-        classes: names of classes that were found, if none are declared.
+        classes: names of classes that were found, if none are declared; () otherwise.
         converted: whether images have the channels and the size that settings declare.
         numbers: what numbers are, given their shape and their lowest and highest values; None for
             plain ones, and for texts, of which ``x`` is a list, one for each record.
-        remarks: private notes on the records, as sentences without an end.
+        remarks: private notes on the records, each a sentence without its full stop.
     """
 
     arrays: ArrayDict
@@ -131,7 +131,13 @@ def register_reader(
 
 
 def kind_of(declared: Declaration) -> str:
-    """Return the name of the reader of a dataset; "" if there is none."""
+    """Return the name of the reader of a dataset, such as "tables"; "" if no reader fits.
+
+    Readers that were registered later are asked first.
+
+    Args:
+        declared: the dataset.
+    """
     for name, (fits, _) in reversed(READERS.items()):
         if fits(declared):
             return name
@@ -142,6 +148,9 @@ def reading_of(declared: Declaration) -> Reading:
     """Read a dataset with the reader of its kind, and convert its records to arrays.
 
     Texts become the numbers of their tokens.
+
+    Args:
+        declared: the dataset, or new records without labels.
 
     Raises:
         InputError: with every fault that the reader found, or there is no reader of this kind.
@@ -173,7 +182,9 @@ def _without_reader(declared: Declaration) -> InputError:
 
 @contextmanager
 def code_of_program(code: str, declared: Declaration) -> Iterator[None]:
-    """Convert a failure of a program's code on records to an InputError, without its message.
+    """Convert a failure of a program's code on records to an InputError; a context manager.
+
+    The message of the failure is left out, because it may quote a record.
 
     Args:
         code: names the code, as the subject of a message.

@@ -198,14 +198,14 @@ CELL_READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = 
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Return whether a type is one of numbers."""
+    """Return whether a type of arrow is one of numbers: integers, floats or decimals."""
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return True
     return bool(pa.types.is_decimal(kind))
 
 
 def has_text(cells: pa.Array) -> bool:
-    """Return whether a column has a type of text."""
+    """Return whether a column of arrow has a type of text."""
     return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
 
 
@@ -233,7 +233,7 @@ def plain_cells(cells: pa.Array) -> pa.Array:
 
 
 def decoded_cells(text: pa.Array) -> Iterator[str | None]:
-    """Yield text cells; bytes that are not UTF-8 are replaced."""
+    """Yield text cells in order, None for null; bytes that are not UTF-8 are replaced."""
     for cell in text.cast(pa.binary()).to_pylist():
         yield None if cell is None else cell.decode(errors="replace")
 

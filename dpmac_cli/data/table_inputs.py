@@ -155,7 +155,10 @@ class TableRows:
         return f": {', '.join(quoted)} ({ADVICE[column.type]})"
 
     def faults(self) -> list[str]:
-        """Return why records cannot be used, with the first of them and how many others."""
+        """Return why records cannot be used, with the first of them and how many others.
+
+        There is one sentence per reason, without its full stop; [] if all can be used.
+        """
         faults = some_of([*self.broken.values()])
         for reason, records in self.bad.items():
             readable = records & ~self._lost

@@ -161,7 +161,10 @@ class TableSchema(Written):
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """Return the names of all columns of the table."""
+        """Return the names of all columns of the table: the label, inputs, and others.
+
+        Dropped columns and the one that tells test records are among them.
+        """
         names = [] if self.label is None else [self.label.column]
         names += [column.name for column in self.columns]
         names += self.drop
@@ -326,7 +329,12 @@ def draft(
 
 
 def is_named_as_id(name: str) -> bool:
-    """Return whether the name of a column ends in the word id."""
+    """Return whether the name of a column ends in the word id.
+
+    Example:
+        >>> is_named_as_id("patient_id"), is_named_as_id("humid")
+        (True, False)
+    """
     return ID.fullmatch(name) is not None
 
 

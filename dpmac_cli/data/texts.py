@@ -60,12 +60,12 @@ def texts_at(
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text has only spaces and control characters."""
+    """Return whether a text has only spaces and control characters, as "" has."""
     return not text.strip()
 
 
 def is_text(x: NDArray[Any]) -> bool:
-    """Return whether an array holds one text per record."""
+    """Return whether an array holds one text per record: strings, shape (records,)."""
     if x.ndim != 1:
         return False
     return x.dtype.kind == "U" or any(isinstance(text, str) for text in x)

@@ -24,7 +24,7 @@ NO_NAME = "has no unit"
 
 @dataclass(frozen=True)
 class Units:
-    """Units that records belong to.
+    """Assignment of records to units of privacy, of :func:`units_of`.
 
     Attributes:
         order: records grouped by unit, each group in its original order; shape (records,).
@@ -46,7 +46,7 @@ class Units:
         return owners
 
     def sha256(self) -> str:
-        """Return a checksum of the assignment of records to units."""
+        """Return a checksum of the assignment of records to units, in hexadecimal."""
         contents = self.order.tobytes() + self.starts.tobytes()
         return hashlib.sha256(contents).hexdigest()
 
@@ -97,13 +97,18 @@ def units_of(numbers: ArrayLike) -> Units:
 def units_in(
     values: Iterable[Any], missing_words: Sequence[str] = ()
 ) -> tuple[NDArray[np.str_], Faults]:
-    """Return the names of units, shape (records,), and faults by the numbers of records.
+    """Return the names of units, and faults by the numbers of records.
 
     A name is empty where a unit cannot be used.
 
     Args:
         values: a value for each record.
         missing_words: declared words for a missing value, which records must not share as a unit.
+
+    Returns:
+        Names, shape (records,), and why units cannot be used by the number of the record, from 0;
+        {} if
+        all can.
     """
     names, faults = list[str](), Faults()
     no_units = set(map(unit_name, missing_words))

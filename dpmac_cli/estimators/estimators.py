@@ -355,6 +355,9 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         """Return the most probable class of each record, or the one that ``threshold`` decides.
 
         The result has the shape (records,), and the type of the labels of the fit.
+
+        Args:
+            X: records; see :meth:`predict_proba`, also for the errors.
         """
         if self.threshold is None:
             places = self.predict_proba(X).argmax(axis=1).tolist()
@@ -388,7 +391,14 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):  # type: ignore[misc]
         return tags
 
     def fit(self, X: Any, y: ArrayLike, unit: ArrayLike | None = None, **others: Any) -> Self:
-        """Train on all records; ``y`` are numbers to predict. See :class:`PrivateClassifier`."""
+        """Train on all records, and return the estimator.
+
+        Args:
+            X: rows of numbers, shape (records, columns); images, texts, or a data frame.
+            y: numbers to predict, shape (records,).
+            unit: unit of privacy of each record, such as a patient; by default each is one.
+            others: refused; see :meth:`PrivateClassifier.fit`, also for the errors.
+        """
         _refuse(others)
         schema = self._schema_of(X)
         X, targets = self._checked(X, y, y_numeric=True)

@@ -58,13 +58,21 @@ def words_in(records: Any) -> list[str]:
 
 
 def are_texts(records: Any) -> bool:
-    """Return whether records are texts: a list of str, or an array of one dimension of them."""
+    """Return whether records are texts: a list of str, or an array of one dimension of them.
+
+    >>> are_texts(["a text", "another"]), are_texts([[1.0], [2.0]])
+    (True, False)
+    """
     in_a_row = isinstance(records, list | tuple) or getattr(records, "ndim", 0) == 1
     return in_a_row and len(records) > 0 and isinstance(next(iter(records)), str)
 
 
 def are_images(records: Any) -> bool:
-    """Return whether records are images: an array of uint8 of three or four dimensions."""
+    """Return whether records are images: an array of uint8 of three or four dimensions.
+
+    >>> are_images(np.zeros((5, 8, 8), np.uint8)), are_images(np.zeros((5, 64)))
+    (True, False)
+    """
     return getattr(records, "dtype", None) == np.uint8 and records.ndim in (3, 4)
 
 

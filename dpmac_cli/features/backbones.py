@@ -22,12 +22,23 @@ SIDES_AT_A_TIME = 4096
 
 
 class PublicBackbone(nn.Module):
-    """Maps images of a dataset to the normalised features of a public network.
+    """A torch module that maps images to the normalised features of a public network.
 
     Each image is resized and standardised as during the network's training, and its features are
     normalised by their own mean and deviation. The result depends on that image alone: the network
-    is always in evaluation mode, batch norms are constants, and nothing is random. ``images`` have
-    the shape of images and the constants that they were standardised with.
+    is always in evaluation mode, batch norms are constants, and nothing is random.
+
+    A new instance has random weights; :func:`public_weights` reads those to load into it. No
+    parameter has a gradient.
+
+    Args:
+        backbone: name of the network, side in pixels that images are resized to, and whether the
+            features of an image and of its mirror image are averaged.
+        images: shape of the images, (channels, height, width), and the mean and the standard
+            deviation per channel that they were standardised with.
+
+    Raises:
+        InputError: a package that the network needs is not installed.
     """
 
     def __init__(self, backbone: Backbone, images: Images) -> None:
@@ -36,7 +47,8 @@ class PublicBackbone(nn.Module):
         self.network = (lite if kind.package else of_torchvision)(kind.network)
         self.network.set_submodule(kind.head, nn.Identity())
         constants = (images.mean, images.std, kind.mean, kind.std)
-        mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
+        by_channel = [torch.tensor(each).view(-1, 1, 1) for each in constants]
+        mean, std, its_mean, its_std = by_channel
         self.register_buffer("gain", std / its_std, persistent=False)
         self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)
@@ -44,12 +56,17 @@ class PublicBackbone(nn.Module):
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "PublicBackbone":
-        """Stay in evaluation mode."""
+        """Stay in evaluation mode, whatever ``mode`` is, and return this module."""
         super().train(False)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (images, width); grey images are repeated to three channels."""
+        """Return the features of images, shape (images, width), each from LEAST to MOST.
+
+        Args:
+            x: standardised images, shape (images, channels, height, width). Grey images, which have
+                one channel, are repeated to three.
+        """
         x = x * self.get_buffer("gain") + self.get_buffer("offset")
         if self._resizes:
             x = interpolate(x, self._size, mode="bicubic", antialias=True)
@@ -64,23 +81,39 @@ class PublicBackbone(nn.Module):
 
 
 def at_a_time(size: int) -> int:
-    """Return how many images of a given size fit in a CPU's cache.
+    """Return how many images fit in a CPU's cache: a power of 2, and 1 if none does.
 
     It divides the batch size for computing features, so all parts have the same size.
+
+    Args:
+        size: side of the images in pixels.
+
+    >>> at_a_time(224), at_a_time(8192)
+    (16, 1)
     """
     return 1 << max(0, (SIDES_AT_A_TIME // size).bit_length() - 1)
 
 
 def of_torchvision(name: str) -> nn.Module:
-    """Return a torchvision network."""
+    """Return a network of torchvision with random weights; nothing is downloaded.
+
+    Args:
+        name: name of the network in torchvision, such as "resnet50".
+    """
     network: nn.Module = vision_models.get_model(name, weights=None)
     return network
 
 
 def lite(name: str) -> nn.Module:
-    """Return an EfficientNet-Lite (Tan and Le 2019; Liu 2020) for any size.
+    """Return an EfficientNet-Lite (Tan and Le 2019; Liu 2020) for any size, with random weights.
 
-    Raises InputError if its package is not installed.
+    It returns the mean of its features over positions, shape (images, 1280), and no logits.
+
+    Args:
+        name: name of the network in its package, such as "efficientnet-lite0".
+
+    Raises:
+        InputError: the package efficientnet-lite-pytorch is not installed.
     """
     try:
         base: Any = efficientnet_lite.EfficientNet
@@ -102,9 +135,16 @@ def lite(name: str) -> nn.Module:
 
 
 def public_weights(name: str) -> PublicWeights:
-    """Read the public weights of a backbone; torchvision's weights are downloaded once.
+    """Read the public weights of a backbone, and compare their SHA-256 with the registered one.
 
-    Raises InputError if they cannot be found or downloaded, or have another checksum.
+    Weights of torchvision are downloaded if they are not in torch's cache, which keeps them. Those
+    of a package are read from where it is installed.
+
+    Args:
+        name: a key of BACKBONES, as after ``--backbone``.
+
+    Raises:
+        InputError: they cannot be found or downloaded, or have another checksum.
     """
     known, flag = BACKBONES[name], f"{{backbone=}}{name}"
     if known.package:

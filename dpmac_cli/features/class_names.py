@@ -23,7 +23,15 @@ NAME_SCALE, SIGNAL = 0.7, 50
 
 
 def class_vectors(texts: TextFeatures, encoder: TextEncoder, names: Sequence[str]) -> Tensor:
-    """Return the encoder's vectors of the names of classes, of norm 1, shape (classes, width)."""
+    """Return the encoder's vectors of the names of classes, of norm 1, shape (classes, width).
+
+    Underscores and hyphens of a name are read as spaces.
+
+    Args:
+        texts: features with the encoder's weights.
+        encoder: what ``texts`` was built from; its tokenizer reads the names.
+        names: names of the classes. Of each, the first NAME_TOKENS tokens are read.
+    """
     content = texts.get_buffer("vocabulary").numpy().tobytes()
     limit = min(NAME_TOKENS, encoder.config.longest)
     words = [name.replace("_", " ").replace("-", " ") for name in names]
@@ -35,15 +43,20 @@ def class_vectors(texts: TextFeatures, encoder: TextEncoder, names: Sequence[str
 def begin_at_names(
     texts: TextFeatures, head: nn.Linear | None, encoder: TextEncoder, names: Sequence[str]
 ) -> None:
-    """Set the direction that vectors lose to what the names have in common, and a head to the rest.
+    """Begin training at the names of the classes: change ``texts`` and ``head`` in place.
+
+    The mean of the names' vectors becomes the direction that ``texts`` removes from each vector;
+    see :class:`~dpmac_cli.features.texts.Joined`. The weights of the head become the names'
+    vectors without that mean. No record is read, so this has no privacy cost.
 
     Args:
         texts: features with the encoder's weights.
-        head: linear layer that maps features to a logit per class; None for no change of weights.
+        head: linear layer that maps features to a logit per class; None to change ``texts`` alone.
         encoder: what ``texts`` was built from.
-        names: names of the classes.
+        names: names of the classes, in the order of the logits.
 
-    Raises InputError if their vectors are not finite.
+    Raises:
+        InputError: a vector is not finite, which a damaged encoder leads to.
     """
     vectors = class_vectors(texts, encoder, names)
     if not vectors.isfinite().all():

@@ -81,7 +81,9 @@ class Distribution:
     def ranks(self, values: Floats) -> Floats:
         """Return the share of numbers below each value, in [0, 1], in the shape of ``values``.
 
-        Equal values have equal ranks. Infinite ones are 0 and 1; NaN stays NaN.
+        Args:
+            values: numbers of the column, of any shape. Equal values have equal ranks. Infinite
+                ones have 0 and 1; NaN stays NaN.
 
         >>> Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)).ranks(np.array([2.5, 20.0]))
         array([0.25, 1.  ])
@@ -106,12 +108,16 @@ def distributions(
     Args:
         values: numbers, shape (records, columns). NaN is a missing number, and counts in a cell of
             its own; infinite numbers are in the cells at the ends.
-        events: event of each round.
+        events: event of each round, with its noise multiplier.
         noise: fresh random numbers, used only here.
-        begin: called with the event of a round before its records are read. It may raise.
+        begin: called with the event of a round before its records are read, to count its privacy
+            cost. It may raise, which ends the rounds.
         owners: index of each record's unit of privacy, shape (records,); None if each record is
             one.
-        units: number of units, which is public; by default that of records.
+        units: number of units, which is public; None for the number of records.
+
+    Returns:
+        One distribution per column, in their order; () without columns, and then no event begins.
 
     Raises:
         ValueError: an event is not that of a histogram.
@@ -132,7 +138,8 @@ def exact_distributions(values: Floats) -> tuple[Distribution, ...]:
     It has no event, so it is for runs with ``--no-dp`` alone, whose report says that ranges are
     facts of the records.
 
-    ``values`` are as in :func:`distributions`, of which it is the limit for little noise.
+    Args:
+        values: as in :func:`distributions`, of which this is the limit for little noise.
     """
     weights = weights_of(None, len(values))
 
@@ -151,7 +158,13 @@ def target_range(distribution: Distribution) -> tuple[float, float]:
     """Return the range to clip a number to predict to: wider than that of a column.
 
     A column beyond its range is one input among many. A target beyond its range is an error that no
-    network avoids, so half of the width is added on each side.
+    network avoids, so half of the width is added on each side, also across zero.
+
+    Args:
+        distribution: that of the numbers to predict.
+
+    Returns:
+        The low end and the high one.
 
     >>> target_range(Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)))
     (-5.0, 15.0)
@@ -213,7 +226,11 @@ def target_moments(
 def _moment_sums(
     values: Floats, low: float, high: float, owners: NDArray[np.int64] | None
 ) -> Floats:
-    """Return the sums over units of t and t^2, exact multiples of 1 / WHOLE, shape (2,)."""
+    """Return the sums over units of t and t^2, exact multiples of 1 / WHOLE, shape (2,).
+
+    t is a number clipped to the range and scaled to [-1, 1]; a missing one is 0. Each record of a
+    unit has an equal part of the unit's weight, which is 1.
+    """
     known = np.where(np.isnan(values), (low + high) / 2, values)
     scaled = ((known.clip(low, high) - low) / (high - low) * 2 - 1).clip(-1.0, 1.0)
     weights = weights_of(owners, len(values))
@@ -274,7 +291,9 @@ class _Mass:
     @property
     def zero(self) -> NDArray[np.bool_]:
         """Return which pieces are the cell of zero, shape (pieces,)."""
-        zero: NDArray[np.bool_] = (self.edges[:-1] == ZERO[0]) & (self.edges[1:] == ZERO[1])
+        begins = self.edges[:-1] == ZERO[0]
+        ends = self.edges[1:] == ZERO[1]
+        zero: NDArray[np.bool_] = begins & ends
         return zero
 
 
@@ -303,7 +322,13 @@ def _adapted(
 
 
 def _next_partition(before: Sequence[_Round], noise: float, units: int) -> Floats:
-    """Return the edges of the next round of a column, whose counts will have some noise."""
+    """Return the edges of the next round of a column, whose counts will have some noise.
+
+    Args:
+        before: its earlier rounds. Without any, the edges are FIRST.
+        noise: standard deviation of the noise of a count in the next round.
+        units: number of units.
+    """
     if not before:
         return FIRST
     resolved = CELLS
@@ -315,7 +340,8 @@ def _next_partition(before: Sequence[_Round], noise: float, units: int) -> Float
 def _fitted(rounds: Sequence[_Round], units: int) -> _Mass:
     """Return the numbers of units that fit all rounds best, at least 0 and of a public sum.
 
-    The pieces are those between the edges of all rounds.
+    The pieces are those between the edges of all rounds. Missing numbers are fitted, too, and left
+    out of the result. Least squares, in which a count weighs as much as its noise lets it.
     """
     edges = np.unique(np.concatenate([each.edges for each in rounds]))
     pieces = len(edges) - 1
@@ -342,7 +368,9 @@ def _fitted(rounds: Sequence[_Round], units: int) -> _Mass:
     fitted *= units / max(fitted.sum(), EXACT)
     fitted[fitted < EXACT] = 0
     mass = _Mass(edges, fitted[:-1], noise)
-    return mass if mass.units.any() else replace(mass, units=np.where(mass.zero, EXACT, 0.0))
+    if mass.units.any():
+        return mass
+    return replace(mass, units=np.where(mass.zero, EXACT, 0.0))
 
 
 def _kept(mass: _Mass, least: float, noise: float) -> _Mass:
@@ -421,18 +449,27 @@ def _distribution(rounds: Sequence[_Round], units: int) -> Distribution:
     # Only the edges at which the slope changes; it is 0 beyond the ends.
     slopes = np.concatenate([[0.0], np.diff(shares) / np.diff(mass.edges), [0.0]])
     bends = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0)
-    return Distribution(low, high, tuple(mass.edges[bends].tolist()), tuple(shares[bends].tolist()))
+    edges_of_bends = tuple(mass.edges[bends].tolist())
+    shares_of_bends = tuple(shares[bends].tolist())
+    return Distribution(low, high, edges_of_bends, shares_of_bends)
 
 
 def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
-    """Return the range to clip a column to: quantiles of its distribution, made wider."""
+    """Return the range to clip a column to: quantiles of its distribution, made wider.
+
+    Args:
+        mass: units of the column.
+        shares: cumulative share of the units at each edge, from 0 to 1.
+        noise: standard deviation of the noise in the last round: more of it makes the range wider.
+    """
 
     def quantile(share: float) -> float:
         piece = min(max(int(np.searchsorted(shares, share)), 1), len(shares) - 1) - 1
         if mass.zero[piece]:
             return 0.0
         part = (share - shares[piece]) / max(shares[piece + 1] - shares[piece], 1e-300)
-        return float(mass.edges[piece] + part * (mass.edges[piece + 1] - mass.edges[piece]))
+        begin, end = mass.edges[piece], mass.edges[piece + 1]
+        return float(begin + part * (end - begin))
 
     unsure = noise / mass.total
     tail = float(np.clip(TAIL_NOISE * unsure, TAIL, MOST_TAIL))
@@ -461,4 +498,8 @@ def _wider(low: float, high: float, part: float) -> tuple[float, float]:
     """
     margin = (high - low) * part
     lower, higher = low - margin, high + margin
-    return (max(lower, 0.0) if low >= 0 else lower), (min(higher, 0.0) if high <= 0 else higher)
+    if low >= 0:
+        lower = max(lower, 0.0)
+    if high <= 0:
+        higher = min(higher, 0.0)
+    return lower, higher

@@ -26,7 +26,7 @@ from dpmac_cli.features.tables import TableInputs
 def _scattering(features: Scattered, records: Records) -> nn.Module:
     """Return a network of scattering features, and a group norm of 27 groups.
 
-    As in Tramer and Boneh 2021, arXiv 2011.11660.
+    As in Tramer and Boneh 2021, arXiv 2011.11660. ``records`` say the size of the images.
     """
     channels, height, width = records.shape
     norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
@@ -56,12 +56,17 @@ BUILDERS: Mapping[type[FixedFeatures], Callable[[Any, Any], nn.Module]] = {
 def with_fixed_features(
     head: nn.Module, features: FixedFeatures, records: Records
 ) -> FrozenFeatures:
-    """Apply a network to fixed features, in the dtype in which they are stored.
+    """Return a network on records from a network on their fixed features.
 
     Args:
-        head: network on features.
-        features: the features.
-        records: records of a kind that they are of, and without a fault.
+        head: network on features, shape (records, *shape of the features), which is trained.
+        features: the fixed features and their options. They say the dtype in which features are
+            stored.
+        records: kind and shape of the records, which must be a kind that the features are for:
+            rows of tables for TableColumns, images for Scattered.
+
+    Returns:
+        A network that maps records to the outputs of ``head``, and trains the head alone.
     """
     frozen = BUILDERS[type(features)](features, records)
     return FrozenFeatures(frozen, head, getattr(torch, features.stored))

@@ -27,7 +27,14 @@ R = TypeVar("R")
 
 
 class WithHead(nn.Module):
-    """A network that maps images or texts to features, and a head that maps these to logits."""
+    """A network that maps records to features, and a head that maps these to outputs.
+
+    Outputs are logits of classes, or numbers to predict.
+
+    Args:
+        frozen: maps records to features.
+        head: maps features to outputs.
+    """
 
     #: Records that a CPU processes at a time if no gradient is needed.
     at_a_time = 256
@@ -39,7 +46,14 @@ class WithHead(nn.Module):
         self.frozen, self.head = frozen, head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits for images."""
+        """Return the outputs for records, shape (records, outputs).
+
+        On a CPU without gradients, at most ``at_a_time`` records are processed at once to limit
+        memory.
+
+        Args:
+            x: standardised records, shape (records, ...).
+        """
         if torch.is_grad_enabled():
             logits: Tensor = self.head(self.frozen(x))
             return logits
@@ -50,10 +64,15 @@ class WithHead(nn.Module):
 
 
 class FrozenFeatures(WithHead):
-    """A network whose head alone is trained.
+    """A network whose head alone is trained; its frozen part computes features without gradients.
 
-    Features are rounded to the dtype ``stored``, in both training and evaluation. Of the frozen
-    part, a published model has the tensors with the names ``published``; None for all.
+    Args:
+        frozen: maps records to features.
+        head: maps features to outputs.
+        stored: dtype that features are rounded to, in both training and evaluation, so that
+            stored features and computed ones are equal.
+        published: names of the tensors of the frozen part that a published model has; None for
+            all, () for none.
     """
 
     #: Whether the frozen part is not built in, so that it sees one record at a time.
@@ -72,34 +91,55 @@ class FrozenFeatures(WithHead):
         self.stored, self._published = stored, published
 
     def publishes(self, name: str) -> bool:
-        """Return whether a published model has a tensor, by its name in ``state_dict``.
+        """Return whether a published model has a tensor: all of the head, and what was asked for.
 
-        Otherwise it is found again, by the name and checksum of public weights.
+        Others are loaded again, by the name and checksum of public weights.
+
+        Args:
+            name: name of the tensor in ``state_dict``, such as "frozen.conv.weight".
         """
         inside = name.removeprefix("frozen.")
         return inside == name or self._published is None or inside in self._published
 
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:
-        """Return the features of images, in the dtype in which they are stored."""
-        return torch.cat([self.frozen(part).to(self.stored) for part in self._parts(x)])
+        """Return the features of records, in the dtype in which they are stored, without gradients.
+
+        Args:
+            x: standardised records, shape (records, ...).
+        """
+        features = []
+        for part in self._parts(x):
+            features.append(self.frozen(part).to(self.stored))
+        return torch.cat(features)
 
     def public_weights(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers of the frozen part by name, without the head."""
+        """Return all parameters and buffers of the frozen part by name, without those of the head.
+
+        Names have no prefix "frozen.". Tensors are the network's own and not copies.
+        """
         trained = {id(p) for p in self.head.parameters()}
         held = (*self.frozen.named_parameters(), *self.frozen.named_buffers())
         return {name: tensor for name, tensor in held if id(tensor) not in trained}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits for images."""
+        """Return the outputs of the head for records, shape (records, outputs).
+
+        Args:
+            x: standardised records, shape (records, ...). Outputs have their dtype.
+        """
         logits: Tensor = self.head(self.features(x).to(x.dtype))
         return logits
 
 
 class OneByOne(nn.Module):
-    """Features of records by a function of one record, which so cannot mix them.
+    """A torch module that computes features by a program's function of one record.
 
-    Its random numbers are the same for each record, and it is tried that it keeps nothing.
+    The function sees one record at a time, so it cannot mix them. Its random numbers are the same
+    for each record. :meth:`check` tries whether it keeps something from one call to the next.
+
+    Args:
+        features: the function, and the number of features that it was registered with.
     """
 
     def __init__(self, features: OwnFeatures) -> None:
@@ -107,12 +147,23 @@ class OneByOne(nn.Module):
         self._features = features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (records, width). Raises ModelError for other results."""
+        """Return features, shape (records, width), in the dtype of ``x``.
+
+        Args:
+            x: standardised records, shape (records, ...). The function gets copies.
+
+        Raises:
+            ModelError: the function raised, or returned something else than ``width`` numbers.
+        """
         with forked():
             return torch.stack([self._of(row) for row in x])
 
     def check(self, x: Tensor) -> None:
-        """Raise ModelError if the features of some records depend on those that it saw before."""
+        """Raise ModelError if the features of some records depend on those that it saw before.
+
+        Args:
+            x: a few records to try it on, shape (records, ...).
+        """
         first, again = self(x), self(x.flip(0)).flip(0)
         if not torch.allclose(first, again, equal_nan=True):
             raise ModelError(
@@ -135,7 +186,11 @@ class OneByOne(nn.Module):
 
 
 class Mirrored(nn.Module):
-    """Features of images in opponent colours, averaged over each image and its mirror image."""
+    """Features of images in opponent colours, averaged over each image and its mirror image.
+
+    Args:
+        network: maps images, shape (images, channels, height, width), to their features.
+    """
 
     #: Rows: the sum of red, green and blue, and two differences; not yet of unit norm.
     COLOURS = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
@@ -145,7 +200,12 @@ class Mirrored(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of images. Only images with three channels change colours."""
+        """Return the features of images, in the shape that ``network`` returns.
+
+        Args:
+            x: images, shape (images, channels, height, width). Those with three channels are turned
+                into opponent colours first; others keep theirs.
+        """
         if x.shape[1] == len(self.COLOURS):
             x = torch.einsum("oc,nchw->nohw", normalize(self.COLOURS.to(x)), x)
         mean: Tensor = (self.network(x) + self.network(x.flip(3))) / 2
@@ -153,9 +213,18 @@ class Mirrored(nn.Module):
 
 
 def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Call a function for each item. Each call computes on one thread, and threads share the items.
+    """Call a function for each item, and return the results in the order of the items.
 
-    Results then do not depend on the number of threads, and no thread waits for another.
+    Each call computes on one thread, and torch's threads share the items. Results then do not
+    depend on the number of threads, and no thread waits for another. An exception of a call is
+    raised here, and torch's number of threads is restored.
+
+    Args:
+        function: called once per item, from several threads at a time.
+        items: its arguments.
+
+    >>> by_threads(abs, [-2, 3])
+    [2, 3]
     """
     count = torch.get_num_threads()
     try:
@@ -168,8 +237,14 @@ def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:
     """Split a network into a frozen part and its last linear layer, without copying them.
 
-    The frozen part is in evaluation mode, so its batch norms are public constants. Raises
-    ModelError if the network does not end in a linear layer that it does not share.
+    The frozen part is in evaluation mode, so its batch norms are public constants.
+
+    Args:
+        network: the network, whose mode becomes evaluation. Its parameters are those of the result.
+        shape: shape of one record.
+
+    Raises:
+        ModelError: the network does not end in a linear layer; see :func:`head_of`.
     """
     name = head_of(network, shape)
     if name is None:
@@ -193,7 +268,16 @@ RecordedCall = tuple[str, Tensor, Tensor]
 
 @torch.no_grad()
 def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[RecordedCall], Tensor]:
-    """Run a copy on random samples; return the calls of plain linear layers, and the logits."""
+    """Run a copy of a network on random samples, and record the calls of its linear layers.
+
+    Args:
+        network: the network, which is not changed.
+        shape: shape of one record.
+
+    Returns:
+        The calls of layers whose type is exactly ``nn.Linear``, in their order: name, input and
+        output of each. Then the outputs of the network for all SEEN samples.
+    """
     calls: list[RecordedCall] = []
 
     def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
@@ -204,14 +288,22 @@ def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Recor
         if type(module) is nn.Linear:
             module.register_forward_hook(partial(note, name))
     weight = next(network.parameters(), torch.empty(0))
-    x = torch.randn(SEEN, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(SEEN, *shape, generator=draws).to(weight)
     return calls, network(x)
 
 
 def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
-    """Return the name of the linear layer whose output is the logits; None if there is none.
+    """Return the name of the linear layer whose output is the network's; None if there is none.
 
-    It must be called once, on one row per sample, and share no parameter.
+    It must be called once, on one row per sample, and share no parameter with another layer.
+
+    Args:
+        network: the network, which is not changed.
+        shape: shape of one record.
+
+    >>> head_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), (2, 2))
+    '1'
     """
     calls, logits = linear_calls(network, shape)
     if not calls:
@@ -226,6 +318,6 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 def shared_parameters(network: nn.Module) -> set[int]:
-    """Return the identities of parameters that have several names."""
+    """Return the ``id`` of each parameter that has several names; the empty set without any."""
     owners = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
     return {owner for owner, count in owners.items() if count > 1}

@@ -21,7 +21,15 @@ PLANES = 16
 
 
 class Scattering(nn.Module):
-    """Scattering features of images of one size, a multiple of 4. Nothing is trained or saved."""
+    """Scattering features of images of one size. Nothing is trained or saved with a model.
+
+    Args:
+        height, width: size of the images in pixels, each a multiple of 4.
+        dtype: dtype of the filters, and so of images and features.
+
+    Raises:
+        ValueError: a size is not a multiple of 4.
+    """
 
     def __init__(self, height: int, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -41,14 +49,25 @@ class Scattering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (images, channels * 81, height / 4, width / 4).
 
-        Images have shape (images, channels, height, width) and the dtype of the filters.
+        The 81 maps of a channel are its average, 16 of the first layer (8 angles, 2 octaves) and 64
+        of the second (8 angles for each of 8).
+
+        Args:
+            x: images, shape (images, channels, height, width), in the dtype of the filters.
+
+        >>> Scattering(8, 8)(torch.zeros(5, 3, 8, 8)).shape
+        torch.Size([5, 243, 2, 2])
         """
         padded = pad(x, [SHRINK] * 4, mode="reflect").flatten(0, 1)
         features = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])
         return features.view(len(x), -1, *features.shape[2:])
 
     def _of(self, planes: Tensor) -> Tensor:
-        """Return features of padded planes, shape (planes, 81, height / 4, width / 4)."""
+        """Return features of padded planes, shape (planes, 81, height / 4, width / 4).
+
+        Args:
+            planes: one channel of an image each, shape (planes, height + 8, width + 8).
+        """
         spectrum = torch.fft.fft2(planes)
         fine, coarse = self._modulus(spectrum, 0), self._modulus(spectrum, 1)
         second = self._modulus(torch.fft.fft2(fine), 1)
@@ -75,7 +94,14 @@ class Scattering(nn.Module):
 def _averaging(size: int, factor: int) -> Tensor:
     """Return the matrix that smooths a signal subsampled by ``factor`` along one axis.
 
-    The signal contains frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
+    The signal contains frequencies up to half of its size.
+
+    Args:
+        size: length of the padded signal before subsampling.
+        factor: 1, or 2 if every second value was kept.
+
+    Returns:
+        float64, shape (size / 4 - 2, size / factor): one row per 4 pixels, without the padding.
     """
     deviation = 0.8 * SHRINK / 2
     spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
@@ -89,7 +115,13 @@ def _averaging(size: int, factor: int) -> Tensor:
 def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
     """Return the spectrum of a Morlet wavelet: a wave in a Gaussian envelope, with mean zero.
 
-    The deviation is 0.8 * 2^octave pixels along the wave and twice that across.
+    Args:
+        shape: height and width of the padded image.
+        octave: 0 or 1. The deviation is 0.8 * 2^octave pixels along the wave and twice that across.
+        tilt: angle of the wave's direction to the vertical axis in radians.
+
+    Returns:
+        float64, of the given shape. It is real, because the wavelet is symmetric.
     """
     down, right = torch.meshgrid(*map(_frequencies, shape), indexing="ij")
     along = down * math.cos(tilt) + right * math.sin(tilt)
@@ -105,5 +137,8 @@ def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
 
 
 def _frequencies(size: int) -> Tensor:
-    """Return the frequencies of an axis in radians per pixel, and their aliases."""
+    """Return the frequencies of an axis in radians per pixel, and their aliases.
+
+    Shape ((2 * COPIES + 1) * size,), ascending.
+    """
     return torch.arange(-COPIES * size, (COPIES + 1) * size).double() * 2 * math.pi / size

@@ -29,13 +29,21 @@ PROBED = 16
 
 
 def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path) -> Data:
-    """Return a dataset with the features of every image.
+    """Return a dataset with the features of every record in place of the records.
 
-    Features are read from the cache, or computed and stored there. They need no standardisation.
-    They are computed by copies of the network, so that nothing that it keeps is published.
+    Features are read from the cache, or computed and stored there, which reports progress. They
+    need no standardisation. They are computed by copies of the network, so that nothing that it
+    keeps is published.
 
-    ``parts`` is on the device of the data. ``settings`` are JSON values of everything else that
-    features depend on besides weights and records.
+    Args:
+        parts: network whose frozen part computes the features, on the device of the data.
+        data: training and test records. Their targets stay as they are.
+        settings: JSON values of everything else that features depend on besides weights and
+            records. They are part of the name of the stored file.
+        folder: the cache's folder. Its files are as private as the records.
+
+    Raises:
+        ModelError: a program's function of features mixes records, or fails.
     """
     tried = copy.deepcopy(parts)
     probed = data.standardised(data.train.at(slice(PROBED))[0])
@@ -61,16 +69,23 @@ def _featured(file: RowFile, data: Data) -> Data:
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of everything that determines the features; ``like`` is part of them."""
+    """Return the SHA-256 of everything that determines the features, for the name of their file.
+
+    ``like`` are the features of the first PROBED records: a change of the code changes them.
+    """
     named = {f"weight {name}": tensor for name, tensor in parts.public_weights().items()}
     named |= {"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)}
     records = fingerprint(*data.splits)
     record = {"version": VERSION, "torch": torch.__version__, "records": records, **settings}
-    return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
+    tensors = {name: tensor.detach().cpu() for name, tensor in named.items()}
+    return digest(tensors, record)
 
 
 def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
-    """Yield the features of one split after the other, and report progress; none has a fault."""
+    """Yield the features of one split after the other, and report progress; none has a fault.
+
+    A part is an array of rows, one per record, and an empty mapping: no record was left out.
+    """
     done, total = 0, sum(map(len, data.splits))
     spread = not (parts.separate or data.gain.is_cuda)
     at_once = SEPARATELY if parts.separate else AT_A_TIME
@@ -90,10 +105,10 @@ def _computed(parts: FrozenFeatures, data: Data, folder: Path) -> Computed:
 
 
 def _run_of(parts: FrozenFeatures, data: Data) -> Callable[[Tensor], Tensor]:
-    """Return what computes features, which depend on no other record and no place in a batch.
+    """Return a function that maps records to features, none of which depends on other records.
 
-    The batch size is fixed, because rounding depends on it: adding a record must not change the
-    features of others.
+    Nor on the place in a batch: the batch size is fixed, because rounding depends on it, and adding
+    a record must not change the features of others.
     """
     if parts.separate:
         return parts.features

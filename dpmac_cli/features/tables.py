@@ -26,13 +26,13 @@ EDGES = 512
 
 
 class TableInputs(nn.Module):
-    """Inputs of a network for rows of a table. Nothing is trained.
+    """A torch module that maps rows of a table to the inputs of a network. Nothing is trained.
 
     Buffers are the range and the ranks of each number that is counted, which :meth:`adopt` fills.
-    They are published with the network.
+    They are published with the network. Until then, the range is from -1 to 1 with even ranks.
 
     Args:
-        records: what the rows are.
+        records: kinds, ranges and scaling of the columns, as rows of the table have them.
     """
 
     def __init__(self, records: Table) -> None:
@@ -59,21 +59,26 @@ class TableInputs(nn.Module):
 
     @property
     def counted(self) -> int:
-        """Return the number of columns whose ranges come from noisy counts."""
+        """Return the number of columns whose ranges come from noisy counts; 0 if none does."""
         return len(self._counted)
 
     def values(self, x: Tensor) -> Tensor:
-        """Return the numbers that are counted, shape (rows, columns); NaN if missing.
+        """Return the numbers that are counted, in the units of the table, NaN if missing.
 
-        ``x`` are rows, shape (rows, inputs), as a network gets them.
+        Args:
+            x: rows, shape (rows, inputs), as a network gets them.
+
+        Returns:
+            float64, shape (rows, :attr:`counted`).
         """
         return self._unscaled(x).double().masked_fill(self._is_missing(x), torch.nan)
 
     def adopt(self, distributions: Sequence[Distribution]) -> None:
-        """Take the ranges and ranks of the columns that :meth:`values` returns.
+        """Take the ranges and ranks of the columns that :meth:`values` returns, in place.
 
-        A range is cut to the declared one, if there is one. A distribution with more than EDGES
-        edges loses the last ones.
+        A range is cut to the declared one, if there is one. If nothing of it is left, which noise
+        may lead to, the declared one is used. A distribution with more than EDGES edges loses the
+        last ones.
 
         Args:
             distributions: one for each column that is counted, in their order.
@@ -91,7 +96,11 @@ class TableInputs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs, shape (rows, inputs of the network): numbers first, then places.
 
-        Each row depends on the same row of ``x`` alone, shape (rows, inputs of a record).
+        A place is the number of a category without a list, which the first layer of the network
+        looks up. Each row depends on the same row of ``x`` alone.
+
+        Args:
+            x: rows, shape (rows, inputs of a record).
         """
         inputs = [*self._of_numbers(x), *self._of_counted(x)]
         for kind, part in self._parts:
@@ -105,7 +114,7 @@ class TableInputs(nn.Module):
         return torch.cat([*inputs, *places], 1)
 
     def _firsts(self, *wanted: InputKind) -> list[int]:
-        """Return the inputs of kinds that have one for each column."""
+        """Return the first input of each column of some kinds, in the order of the columns."""
         return [part.start for kind, part in self._parts if kind in wanted]
 
     def _unscaled(self, x: Tensor) -> Tensor:
@@ -118,12 +127,15 @@ class TableInputs(nn.Module):
         return torch.cat([x, never], 1)[:, self._missing] > 0
 
     def _of_numbers(self, x: Tensor) -> list[Tensor]:
-        """Return numbers that are not counted, and their hats."""
+        """Return numbers that are not counted, and their hats: two tensors of one row per row."""
         scaled = x[:, self._numbers]
         return [scaled, _hats((scaled + 1) / 2)]
 
     def _of_counted(self, x: Tensor) -> list[Tensor]:
-        """Return numbers that are counted and their ranks, with hats; 0 if missing."""
+        """Return numbers that are counted and their ranks, with hats; 0 if missing.
+
+        Four tensors of one row per row; none if no number is counted.
+        """
         if not self.counted:
             return []
         numbers = self._unscaled(x)
@@ -150,11 +162,15 @@ class TableInputs(nn.Module):
 def _padded(values: Sequence[float]) -> Tensor:
     """Return at most EDGES numbers of a distribution, and copies of the last one up to there."""
     missing = max(0, EDGES - len(values))
-    return torch.from_numpy(np.pad(np.array(values[:EDGES]), (0, missing), "edge"))
+    kept = np.array(values[:EDGES])
+    return torch.from_numpy(np.pad(kept, (0, missing), "edge"))
 
 
 def _hats(inside: Tensor) -> Tensor:
-    """Return hats of numbers from 0 to 1, shape (rows, columns * HATS), centred."""
+    """Return hats of numbers from 0 to 1, centred, shape (rows, columns * HATS).
+
+    Hat k is 1 at k / (HATS - 1) and 0 from its neighbours on, before centring and scaling.
+    """
     points = torch.arange(HATS, device=inside.device, dtype=inside.dtype)
     distance = (inside.unsqueeze(2) * (HATS - 1) - points).abs()
     hats = (1 - distance).clamp(min=0) - 1 / HATS
@@ -162,8 +178,12 @@ def _hats(inside: Tensor) -> Tensor:
 
 
 def _centred(one_hot: Tensor) -> Tensor:
-    """Return values of a category, the last of which is any other one, centred; 0 if unknown."""
+    """Return values of a category, the last of which is any other one, centred; 0 if unknown.
+
+    Two values and any other one become two inputs.
+    """
     known, others = one_hot[:, :-1], one_hot[:, -1:]
     if one_hot.shape[1] == TWO_AND_OTHERS:
-        return torch.cat([HALF * (known[:, 1:] - known[:, :1]), others], 1)
+        first, second = known[:, :1], known[:, 1:]
+        return torch.cat([HALF * (second - first), others], 1)
     return torch.cat([known - known.mean(1, keepdim=True), others], 1)

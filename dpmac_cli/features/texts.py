@@ -40,10 +40,14 @@ from dpmac_cli.models.weights import PublicWeights, read_weights
 def network_of(config: EncoderConfig) -> nn.Module:
     """Return a network of transformers, with random weights, that maps tokens to vectors.
 
-    Or to logits of the next token, if it is causal.
+    A causal one maps tokens to logits of the next token instead. Layers that torch has, too, are
+    torch's, so that their per-sample gradients are known.
 
-    Layers that torch has, too, are torch's, so that their per-sample gradients are known. Raises
-    ModelError if transformers cannot build it.
+    Args:
+        config: form of the network, from its config.json.
+
+    Raises:
+        ModelError: transformers cannot build it.
     """
     kind: Any = transformers.AutoModelForCausalLM if config.causal else transformers.AutoModel
     try:
@@ -72,9 +76,15 @@ def network_of(config: EncoderConfig) -> nn.Module:
 
 
 def check_size(encoder: TextEncoder) -> None:
-    """Raise InputError for a network with more parameters than the file of its weights has bytes.
+    """Reject a network that has more parameters than the file of its weights has bytes.
 
-    They are counted without memory for them.
+    Parameters are counted without memory for them, so a damaged configuration cannot fill it.
+
+    Args:
+        encoder: the form of the network, and where its weights are.
+
+    Raises:
+        InputError: the network is too large for the file, or the file is damaged.
     """
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in network_of(encoder.config).parameters())
@@ -92,9 +102,9 @@ def token_vectors(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -
     """Return vectors of tokens, shape (texts, tokens, width).
 
     Args:
-        network: of transformers.
+        network: a network of :func:`network_of` that is not causal.
         ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
-        mask: :func:`token_mask`; None without padding.
+        mask: of :func:`token_mask`, which hides padding from the others; None without padding.
     """
     attended = None if mask is None else mask.long()
     outputs = network(input_ids=(ids - 1).clamp(0), attention_mask=attended)
@@ -103,9 +113,15 @@ def token_vectors(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -
 
 
 def token_mask(ids: Tensor) -> Tensor:
-    """Return a mask that is False for padding, which is 0; shape (texts, tokens).
+    """Return a mask that is False for padding, bool, shape (texts, tokens).
 
     It is True for the first token, so that a text of nothing but padding has a vector.
+
+    Args:
+        ids: numbers of tokens plus 1, shape (texts, tokens); 0 for padding.
+
+    >>> token_mask(torch.tensor([[7, 3, 0], [0, 0, 0]])).tolist()
+    [[True, True, False], [True, False, False]]
     """
     mask = ids > 0
     mask[:, 0] = True
@@ -113,12 +129,18 @@ def token_mask(ids: Tensor) -> Tensor:
 
 
 def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
-    """Return vectors of texts, of norm 1: the mean of those of tokens, or the first.
+    """Return one vector of norm 1 per text: the mean of its tokens' vectors, or the first.
 
     Args:
         x: vectors of tokens, shape (texts, tokens, width).
-        mask: :func:`token_mask`; None without padding.
-        first: whether the vector of a text is that of its first token.
+        mask: of :func:`token_mask`; None without padding. The mean leaves out what it hides.
+        first: True for the vector of the first token, False for the mean.
+
+    Returns:
+        Shape (texts, width).
+
+    >>> pooled(torch.tensor([[[3.0, 4.0], [9.0, 9.0]]]), None, first=True)
+    tensor([[0.6000, 0.8000]])
     """
     if first:
         vectors = x[:, 0]
@@ -135,9 +157,18 @@ WRITTEN_SCALE = 16
 
 
 class OnTexts(nn.Module):
-    """A network of transformers that takes the inputs of records with texts.
+    """Base class of networks of transformers that take the inputs of records with texts.
 
-    The tokenizer is a buffer, so it is published with the weights.
+    A row of inputs holds, for each text, the numbers of its tokens, then numbers on how it is
+    written; before, between and behind texts it holds the inputs of other columns. The tokenizer is
+    a buffer, so it is published with the weights.
+
+    Args:
+        encoder: form of the network, its tokenizer, and the places of texts in a row.
+
+    Raises:
+        InputError: the network is larger than the file of its weights.
+        ModelError: transformers cannot build it.
     """
 
     def __init__(self, encoder: TextEncoder) -> None:
@@ -150,17 +181,33 @@ class OnTexts(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode: dropout would make a text depend on its place."""
+        """Stay in evaluation mode, whatever ``mode`` is, and return this module.
+
+        Dropout would make a text depend on its place.
+        """
         return super().train(False)
 
     def ids(self, rows: Tensor) -> list[Tensor]:
-        """Return the tokens of each text of inputs, (records, inputs): int64, (records, tokens)."""
+        """Return the tokens of each text, a list of int64 tensors of shape (records, tokens).
+
+        They are rounded, and cut to the vocabulary: made-up inputs are not errors.
+
+        Args:
+            rows: inputs of records, float, shape (records, inputs).
+        """
         last = self.encoder.config.tokens
         parts = (rows[:, first : first + count] for first, count in self.encoder.texts)
         return [part.round().long().clamp(0, last) for part in parts]
 
     def others(self, rows: Tensor) -> Tensor:
-        """Return how texts are written, scaled, and the inputs not of texts: (records, others)."""
+        """Return the inputs that are not tokens, shape (records, others).
+
+        Numbers on how texts are written come first, scaled by WRITTEN_SCALE, then the other
+        columns.
+
+        Args:
+            rows: inputs of records, float, shape (records, inputs).
+        """
         texts = self.encoder.texts
         tokens_end = [first + count for first, count in texts]
         written = [rows[:, end : end + WRITTEN] * WRITTEN_SCALE for end in tokens_end]
@@ -175,9 +222,15 @@ EXAMPLES = 16
 
 
 def example_of(records: Records | None) -> Tensor | None:
-    """Return made-up rows to try a network on texts on, float32; None for other records.
+    """Return made-up rows to try a network on texts on, float32, shape (EXAMPLES, inputs).
 
     Normally distributed numbers would be few tokens, and most of them padding.
+
+    Args:
+        records: kind of the records.
+
+    Returns:
+        The rows, always the same; None if ``records`` are not texts, for which any numbers do.
     """
     if not isinstance(records, Texts):
         return None
@@ -194,8 +247,12 @@ class Joined(nn.Module):
     """Joins the vectors of a record's texts and its other inputs to features.
 
     What all names of the classes have in common is removed from each vector: the direction
-    ``common``, a public constant of shape (width,) and norm 1, or 0 for no direction. Vectors are
-    scaled to a mean square of about 1, the scale that default learning rates fit.
+    ``common``, a public constant of shape (width,) and norm 1, or 0 for no direction, as in a new
+    instance. Vectors are scaled to a mean square of about 1, the scale that default learning rates
+    fit.
+
+    Args:
+        width: number of entries of a text's vector.
     """
 
     common: Tensor
@@ -205,10 +262,10 @@ class Joined(nn.Module):
         self.register_buffer("common", torch.zeros(width))
 
     def forward(self, vectors: Sequence[Tensor], others: Tensor) -> Tensor:
-        """Return features, shape (records, features).
+        """Return features, shape (records, texts * width + others).
 
         Args:
-            vectors: of norm 1, shape (records, width) for each text.
+            vectors: one tensor per text of a record, of norm 1 and shape (records, width).
             others: other inputs, shape (records, others).
         """
         scale = math.sqrt(len(self.common))
@@ -231,8 +288,12 @@ PUBLISHED_OF_TEXTS = ("joined.common",)
 class TextFeatures(OnTexts):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
-    Nothing in it is random. ``trained``: whether a part of it is trained, so that texts have one
-    shape if gradients are enabled.
+    Nothing in it is random. Weights have no gradient until the caller asks for it.
+
+    Args:
+        encoder: see :class:`OnTexts`.
+        trained: True if a part of it is trained: while gradients are enabled, all texts then have
+            one shape. False if each text is encoded apart from others, as in :meth:`alone`.
     """
 
     def __init__(self, encoder: TextEncoder, *, trained: bool = False) -> None:
@@ -242,7 +303,11 @@ class TextFeatures(OnTexts):
         self.requires_grad_(False).train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (records, features), of inputs (records, inputs)."""
+        """Return features, shape (records, features): see :meth:`Joined.forward`.
+
+        Args:
+            x: inputs of records, shape (records, inputs), as :class:`OnTexts` describes them.
+        """
         vectors = [self._vectors(ids) for ids in self.ids(x)]
         features: Tensor = self.joined(vectors, self.others(x))
         return features
@@ -260,7 +325,13 @@ class TextFeatures(OnTexts):
         """Return the vectors of texts, none of which changes another's, bit for bit.
 
         Each text is padded to the next multiple of :data:`LENGTHS`, which depends on that text
-        alone, and encoded with others of that length. They have no gradient.
+        alone, and encoded with others of that length. They have no gradient. For CPUs.
+
+        Args:
+            ids: numbers of tokens plus 1, int64, shape (texts, tokens); at least one text.
+
+        Returns:
+            Vectors of norm 1 in the order of ``ids``, shape (texts, width).
         """
         places, batches = zip(*self._batches(ids), strict=True)
 
@@ -290,8 +361,14 @@ class TextFeatures(OnTexts):
 def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     """Read the public weights and the tokenizer of a network, by their names in TextFeatures.
 
-    Their vectors lose no direction yet; see :class:`Joined`. Raises InputError if they cannot be
-    read, or have another checksum.
+    Their vectors lose no direction yet; see :class:`Joined`. Of weights in several files, the
+    checksum is that of all their checksums.
+
+    Args:
+        encoder: a network whose folder is known; not that of a published model.
+
+    Raises:
+        InputError: weights cannot be read, or those of a registered encoder have another checksum.
     """
     kind, flag = encoder.registered, f"{{backbone=}}{encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)

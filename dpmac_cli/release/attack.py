@@ -75,9 +75,10 @@ class Attacked:
     """Result of an attack as it may be shown: no figure of it depends on records without noise.
 
     Attributes:
-        path: the file with the figures.
-        bounds: largest true positive rates that the guarantee allows, by false positive rate.
-        holds: False if the guesses contradict the guarantee.
+        path: the file attack.json with all figures, which is for whoever holds the records.
+        bounds: largest true positive rates that the guarantee allows, by false positive rate, both
+            from 0 to 1.
+        holds: False if the guesses contradict the guarantee, at 95% confidence.
     """
 
     path: Path
@@ -90,8 +91,9 @@ class ShadowRun:
     """A run of the recipe, or several of them with a row for each.
 
     Attributes:
-        coins: which units were in, shape (units,).
-        phi: its confidence in the target of every record, shape (records,).
+        coins: which units were in, shape (units,), or (runs, units).
+        phi: its confidence in the target of every record, shape (records,), or (runs, records).
+            See :func:`~dpmac_cli.release.membership.confidences`.
     """
 
     coins: NDArray[np.bool_]
@@ -104,8 +106,10 @@ class Asked:
 
     Attributes:
         run: folder of the attacked run.
-        dataset, data_dir: where its records are; None for where it read them.
-        model: FILE.py:FACTORY of a user-supplied network.
+        dataset: name, path or records in memory; None for where the run read them.
+        data_dir: folder of datasets; None for where the run read them.
+        model: FILE.py:FACTORY of a user-supplied network; None for a built-in one, or for the
+            factory in the settings of the run.
         device: see ``--device``.
     """
 
@@ -119,8 +123,15 @@ class Asked:
 class Recipe:
     """Recipe of a run, and the records that its shadow runs draw from: trained and tested on.
 
+    Records are numbered from 0, those of the training first, then those of the test. Units are
+    records, unless the run has a unit of privacy.
+
+    Args:
+        asked: the run to attack, and where its records are.
+
     Attributes:
-        run: folder of the attacked run. report: its report.
+        run: folder of the attacked run.
+        report: its report.
         data: its records, as they were split.
         noisy: plan of a run on all of them with the noise, the rate and the steps of the run.
         plain: plan of a run without noise, by the defaults of such runs.
@@ -151,7 +162,7 @@ class Recipe:
 
     @cached_property
     def owners(self) -> NDArray[np.int64]:
-        """Return the unit of each record, from 0."""
+        """Return the number of the unit of each record, from 0, shape (records,)."""
         unit = self._pool.unit
         return np.arange(len(self._pool.y)) if unit is None else units_of(unit).owners
 
@@ -174,9 +185,11 @@ class Recipe:
     def shadow_run(self, noisy: bool) -> ShadowRun:
         """Train on units that are in by a fair coin each; return its confidence in all records.
 
+        The coins are new in each call, from the operating system.
+
         Args:
-            noisy: whether the run has the noise, the rate and the steps of the attacked one, or
-                none, and the defaults of runs without noise.
+            noisy: True for a run with the noise, the rate and the steps of the attacked one; False
+                for one without noise, by the defaults of such runs.
         """
         plan, prepared = self.noisy if noisy else self.plain, self._prepared[noisy]
         coins = np.random.default_rng().random(len(self.members)) < 0.5
@@ -189,7 +202,7 @@ class Recipe:
                 return ShadowRun(coins, _confidences(trained, trainer.data, trainer.data.tested))
 
     def scored(self, phi: NDArray[np.float64], shadows: ShadowRun) -> dict[str, Any]:
-        """Return the scores of units by each attack, shape (runs, units).
+        """Return the scores of units by each attack, shape (runs, units), by the attack's name.
 
         Args:
             phi: confidences of target runs in the records, shape (runs, records).
@@ -199,7 +212,10 @@ class Recipe:
         return scored(task, phi, shadows.phi, shadows.coins, self.owners)
 
     def attacked_run(self) -> NDArray[np.float64]:
-        """Return the confidence of the attacked run itself in all records, shape (records,)."""
+        """Return the confidence of the attacked run itself in all records, shape (records,).
+
+        Its published network is used, as anyone who downloads the model could.
+        """
         data = on_device(replace(self.data, train=self._pool, test=None), self.device)
         header = self.released.facts
         data = data.scaled_as(header.data.records).predicting(header.task)
@@ -230,7 +246,13 @@ class Recipe:
 
 
 def _confidences(model: nn.Module, data: Data, records: Records) -> NDArray[np.float64]:
-    """Return the confidence of a network in the targets of a split, shape (records,)."""
+    """Return the confidence of a network in the targets of a split, shape (records,).
+
+    Args:
+        model: the network.
+        data: what the records are part of; it has the task.
+        records: the split.
+    """
     batches = [on_cpu(logits) for _, logits in outputs_of(model, data, records)]
     outputs = torch.cat(batches).double().numpy()
     return confidences(data.task, outputs, records.labels.cpu().numpy())
@@ -252,12 +274,14 @@ def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
     """Attack the recipe of a run, and write the figures to attack.json.
 
     It is in a folder beside the run's, which only its owner can read: whoever publishes the run's
-    folder does not publish it. An attack that was stopped continues with the runs that it has.
+    folder does not publish it. Each shadow run is written there as it ends, so an attack that was
+    stopped continues with the runs that it has when it is called again.
 
     Args:
         asked: the run, and where its records are.
-        runs: number of shadow and target runs together, with noise, and again without.
-        jobs: number of processes.
+        runs: number of shadow and target runs together, with noise, and again without. The first
+            half are shadow runs.
+        jobs: number of processes that train them.
 
     Raises:
         InputError: the run cannot be attacked, or its records cannot be read.
@@ -322,7 +346,14 @@ def _read(file: Path) -> ShadowRun | None:
 def _trained(
     recipe: Recipe, asked: Asked, missing: Sequence[Name], jobs: int
 ) -> Iterator[tuple[Name, ShadowRun]]:
-    """Yield the runs that are missing, in this process or in several."""
+    """Yield the runs that are missing, each with its name, as soon as it is done.
+
+    Args:
+        recipe: the recipe, for runs in this process.
+        asked: what other processes read the recipe from.
+        missing: names of the runs: with noise or not, and a number.
+        jobs: number of processes; 1 for this one alone.
+    """
     if jobs <= 1:
         for name in missing:
             with unheard():
@@ -401,12 +432,15 @@ def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
 
 
 def _stacked(runs: Sequence[ShadowRun]) -> ShadowRun:
-    """Return several runs as one with a row for each."""
+    """Return several runs as one with a row for each: coins (runs, units), phi (runs, records)."""
     return ShadowRun(np.stack([run.coins for run in runs]), np.stack([run.phi for run in runs]))
 
 
 def _pooled(data: Dataset) -> Split:
-    """Return training and test records, in this order."""
+    """Return training and test records as one split, in this order.
+
+    It has units only if both have them.
+    """
     train, test = data.train, data.test
     if test is None:
         return train
@@ -418,7 +452,10 @@ def _pooled(data: Dataset) -> Split:
 
 
 def _check(known: Report, run: Path) -> None:
-    """Raise InputError if a run has no guarantee of its own that an attack can be compared with."""
+    """Raise InputError if a run has no guarantee of its own that an attack can be compared with.
+
+    Such are runs without privacy, audit runs, results of a search and language models.
+    """
     why = ""
     if not known.private:
         why = "has no guarantee"

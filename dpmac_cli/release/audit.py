@@ -115,7 +115,7 @@ class Guesses(Part):
         return int(guessed_in.sum() + (~guessed_out).sum())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the contents of audit.json."""
+        """Return the contents of audit.json as JSON values: these attributes and the version."""
         return {"version": FORMAT, **self.model_dump(include=set(Guesses.model_fields))}
 
 
@@ -139,7 +139,7 @@ class Audit(Guesses):
 
     @property
     def holds(self) -> bool:
-        """Return whether the claim is at least the bound."""
+        """Return whether the claimed epsilon is at least the bound; a claim of None always is."""
         return self.claimed is None or self.curve_bound <= self.claimed
 
     def verdict(self) -> dict[str, Any]:

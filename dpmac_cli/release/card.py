@@ -94,7 +94,7 @@ def run_page(run: Path) -> str:
 
 
 def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
-    """Return pictures of how well a model predicts, by their titles.
+    """Return pictures of how well a model predicts, by their titles; {} if nothing can be drawn.
 
     They are of the scores in the report, and of the noisy histogram of the training records.
     """
@@ -129,7 +129,7 @@ FIGURE_SECTIONS = ("Reliability of probabilities", "Test records by class")
 
 
 def _figures_first(card: str) -> tuple[str, str]:
-    """Return the title and the figures of a card, and all that it says besides, as Markdown."""
+    """Return a card in two parts of Markdown: title and figures, and all that it says besides."""
     first, *sections = re.split(r"(?m)^## ", card)
     lead, table = first.split(FIGURES, 1)
     title, _, guarantee = lead.partition("\n")
@@ -151,9 +151,13 @@ def _reliability(report: Report) -> list[Reliability]:
 
 
 def _points(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl as JSON values.
+    """Return the lines of a run's metrics.jsonl as JSON values, in their order.
 
-    Raises InputError if the file is missing, or has a line that dpmac does not write.
+    Args:
+        run: folder of the run.
+
+    Raises:
+        InputError: the file is missing, or has a line that dpmac does not write.
     """
     remedy = "Name a run folder of dpmac train."
     file, lines = folder.read_run_file(run, folder.METRICS, remedy)
@@ -288,7 +292,7 @@ def _are_own(features: str | None) -> bool:
 
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
-    """Return what each event of a run is, and the event, in the order of the card."""
+    """Return the events of a run with their names in words, in the order of the card."""
     trained, counts, tested = (list[tuple[str, TrainingEvent]]() for _ in range(3))
     for event in report.events:
         if event.records == "test":
@@ -349,8 +353,8 @@ def front_matter(report: Report) -> str:
 def _measured(report: Report) -> list[dict[str, Any]]:
     """Return the scores of a report that are known, and epsilon, as metrics of a repository.
 
-    Each has a type, a name and a value. Epsilon is named with its delta, because it means nothing
-    without.
+    Each has the keys type, name and value. Epsilon is named with its delta, because it means
+    nothing without.
     """
     measured = list[dict[str, Any]]()
     for metric in report.task.metrics:
@@ -376,7 +380,10 @@ def without_front_matter(card: str) -> str:
 
 
 def _largest(report: Report) -> str:
-    """Return the class that most test records have, as code in a cell; words if it is not known."""
+    """Return the class that most test records have, as code in a cell; words if it is not known.
+
+    It is what a model would always say that has the accuracy of a constant prediction.
+    """
     confusion_matrix = getattr(report.scores, "confusion", None)
     if not confusion_matrix:
         return "that class"
@@ -385,7 +392,7 @@ def _largest(report: Report) -> str:
 
 
 def _is_plain(model: "nn.Module") -> bool:
-    """Return whether a network is a sequence of torch layers."""
+    """Return whether a network is a sequence of torch layers, for which a card has code."""
     if type(model) is not torch.nn.Sequential:
         return False
     for layer in model.children():

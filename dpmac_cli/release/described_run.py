@@ -34,17 +34,17 @@ class DescribedRun:
 
     @property
     def units(self) -> bool:
-        """Return whether a unit of privacy may have several records."""
+        """Return whether a unit of privacy may have several records; False for records alone."""
         return bool(self.plan.facts.unit)
 
     @property
     def counted(self) -> str:
-        """Return what train_size counts: records or units."""
+        """Return what train_size counts: "records", or "units" if a unit may have several."""
         return "units" if self.units else "records"
 
     @property
     def tested(self) -> str:
-        """Return what the number of tested records counts."""
+        """Return what the number of tested records counts: "records", or "units"."""
         return self.counted if self.plan.score else "records"
 
     @property
@@ -60,7 +60,10 @@ class DescribedRun:
 
     @property
     def registered(self) -> Any:
-        """Return what is registered about public weights; None for your own, and without any."""
+        """Return what is registered about public weights; None for your own, and without any.
+
+        It is the row of a backbone or an encoder: what it is called, its licence and its sources.
+        """
         features = self.plan.features
         if isinstance(features, Backbone):
             return BACKBONES[features.kind]

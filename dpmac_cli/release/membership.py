@@ -122,6 +122,9 @@ def auc(scores: Floats, coins: Bools) -> float:
     Args:
         scores: how sure an attack is that each unit was in, of any scale, shape (n,).
         coins: whether each was in, shape (n,); some were and some were not.
+
+    >>> auc(np.array([0.1, 0.4, 0.3, 0.8]), np.array([False, False, True, True]))
+    0.75
     """
     return float(sklearn_metrics.roc_auc_score(coins, scores))
 
@@ -174,6 +177,9 @@ def by_unit(values: Floats, owners: NDArray[np.int64]) -> Floats:
         values: scores of the records in each run, shape (runs, records).
         owners: number of the unit of each record, from 0, int64, shape (records,). Without units it
             counts the records themselves.
+
+    >>> by_unit(np.array([[1.0, 2.0, 4.0]]), np.array([0, 1, 0]))
+    array([[5., 2.]])
     """
     return np.stack([np.bincount(owners, weights=row) for row in values])
 
@@ -203,5 +209,8 @@ def halves(runs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     Args:
         runs: the runs of an attack in the order of their numbers. The first half, rounded down, are
             shadow runs, by which the scores are computed; the others are attacked.
+
+    >>> halves([1, 2, 3, 4, 5])
+    ([1, 2], [3, 4, 5])
     """
     return runs[: len(runs) // 2], runs[len(runs) // 2 :]

@@ -132,7 +132,11 @@ def load_model(
 
 
 def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterator[str]:
-    """Yield the tensors of a file that a network does not have in the same form, or lacks."""
+    """Yield why tensors of a file are not those of a network, one phrase each; nothing if they are.
+
+    Args:
+        in_file, expected: forms of the tensors by name, as :func:`_forms` returns them.
+    """
     for key in sorted(in_file.keys() | expected.keys()):
         there, wanted = in_file.get(key), expected.get(key)
         if there != wanted:
@@ -178,7 +182,10 @@ def _add_public_weights(
 def _backbone_weights(
     file: Path, facts: Facts, kind: str, public: Path | str | None
 ) -> weights.PublicWeights:
-    """Read the weights of a backbone. Raises InputError."""
+    """Read the weights of a backbone from where they are registered, or from the user's own file.
+
+    Raises InputError if they are missing or damaged.
+    """
     if public is None and facts.settings.pretrained is None:
         return backbones.public_weights(kind)
     return weights.read_weights(_place_of(file, facts, "pretrained", public))
@@ -349,7 +356,14 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Tensor], Facts, str]:
-    """Return a model file, its weights, its facts, and the checksum of both. Raises InputError."""
+    """Return a model file, its weights by name, its facts, and the checksum of both.
+
+    Args:
+        path: a run folder or a model file.
+
+    Raises:
+        InputError: there is no such file, it is no dpmac model, or it is damaged.
+    """
     file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
@@ -378,7 +392,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], Facts, str]:
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the shape of each tensor, and its dtype if that is not float32."""
+    """Return the shape of each tensor as text, and its dtype if that is not float32, by name."""
     forms = dict[str, str]()
     for name, tensor in tensors.items():
         forms[name] = f"{tuple(tensor.shape)}"

@@ -32,9 +32,12 @@ KINDS = (".png", ".svg", ".pdf")
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with panels side by side.
+    """Return an empty figure with panels side by side, and its panels from left to right.
 
     In each panel, the first 28 lines have styles of their own: a colour with a kind of dash.
+
+    Args:
+        panels: number of panels, at least 1.
     """
     figure = mpl_figure.Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
@@ -46,9 +49,16 @@ def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure atomically, in the format of the file's suffix.
+    """Write a figure atomically, in the format of the file's suffix: .png, .svg or .pdf.
 
-    Equal figures give equal bytes. Raises OSError.
+    Equal figures give equal bytes.
+
+    Args:
+        figure: the figure.
+        path: the file. An existing one is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     kind = path.suffix.lower().removeprefix(".")
     write_atomically(path, _rendered(figure, kind))
@@ -73,7 +83,12 @@ def _rendered(figure: "Figure", kind: str) -> bytes:
 
 
 def _draw_guessing(panel: "Axes", x: Any, y: Any) -> None:
-    """Draw the thin grey line of an attack or a model that guesses."""
+    """Draw the thin grey line of an attack or a model that guesses.
+
+    Args:
+        panel: the panel to draw in.
+        x, y: places of the line, as matplotlib's ``plot`` takes them.
+    """
     panel.plot(x, y, "-", color="#bbbbbb", linewidth=1, label="guessing")
 
 
@@ -81,7 +96,7 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
     """Draw bounds on attacks: type I and II errors, and a ROC curve on log scales.
 
     Args:
-        rows: privacy costs, each of which is a line.
+        rows: privacy costs, each of which is a line in both panels, named by epsilon and delta.
     """
     figure, (errors, roc) = new_figure(2)
     alphas = np.geomspace(1e-5, 1, 500)
@@ -100,11 +115,11 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
 
 
 def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") -> "Figure":
-    """Draw a test score and epsilon by epoch.
+    """Draw a test score in one panel and epsilon in the other, by epoch.
 
     Args:
-        points: lines of metrics.jsonl. One without a value is left out.
-        score: key of the score in a line.
+        points: lines of metrics.jsonl as JSON values. One without a value is left out.
+        score: key of the score in a line, such as "test_accuracy" or "test_mae".
     """
     figure, panels = new_figure(2)
     for panel, name in zip(panels, (score, "epsilon"), strict=True):
@@ -123,9 +138,12 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
 
 
 class Point(NamedTuple):
-    """Mean score of the runs of a cell after an epoch, and epsilon of one of them by then.
+    """Mean score of the runs of a cell of a study after an epoch: a point of :func:`curves`.
 
-    ``epsilon`` is None without privacy.
+    Attributes:
+        epoch: epochs that were trained, which need not be whole.
+        epsilon: epsilon of one of the runs by then; None without privacy.
+        score: mean of the test scores.
     """
 
     epoch: float
@@ -134,15 +152,15 @@ class Point(NamedTuple):
 
 
 def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
-    """Draw scores over epsilon, and over epochs.
+    """Draw scores over epsilon in one panel, and over epochs in the other.
 
     Each of the first 28 lines has a colour with a kind of dash of its own, and neighbours in the
     legend have different marks, at different points: lines on each other are seen as several.
 
     Args:
         cells: points of each cell of a study, by its name; each is a line.
-        score: name of the score in words.
-        share: whether it is a share, which is shown in percent.
+        score: name of the score in words, for the axis.
+        share: True for a score from 0 to 1, which is shown in percent; False for any other number.
     """
     figure, (by_epsilon, by_epoch) = new_figure(2)
     scale = 100 if share else 1
@@ -183,8 +201,8 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     """Draw the shares of a class by noisy counts over the probabilities that are said of them.
 
     Args:
-        bins: bins of the noisy histogram. Each is a point with the interval of its share, and a
-            cross where the probability was before calibration.
+        bins: bins of the noisy histogram, at least one. Each is a point with the interval of its
+            share, and a cross where the probability was before calibration.
     """
     figure, (panel,) = new_figure(1)
     panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
@@ -231,7 +249,10 @@ def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure"
 def _draw_counts(panel: "Axes", counts: Sequence[Sequence[int]], zero: str = "0") -> None:
     """Draw a table of numbers of records, darker where more of a row are.
 
-    ``zero`` is the text of a 0.
+    Args:
+        panel: the panel to draw in.
+        counts: numbers of records, a list of rows of the same length.
+        zero: text in a cell with no record.
     """
     panel.grid(visible=False)
     table = np.array(counts)
@@ -256,9 +277,9 @@ def predicted_numbers(
     Args:
         counts: numbers of records by bin of the true (rows) and of the predicted number (columns).
         coverage: share of the targets of each predicted bin that are in their intervals, None
-            where no record is; None without intervals.
-        ends: ends of the bins, one more than there are bins.
-        level: share that the intervals were made for.
+            where no record is; None for a model without intervals, which has no such panel.
+        ends: ends of the bins on the scale of the target, one more than there are bins.
+        level: share that the intervals were made for, such as 0.9.
     """
     figure, (panel, *others) = new_figure(1 if coverage is None else 2)
     _draw_counts(panel, counts, zero="")
@@ -278,7 +299,7 @@ def predicted_numbers(
 
 
 def _rounded(value: float) -> str:
-    """Return a number with three significant digits, such as 12,000 or 0.25."""
+    """Return a number as text with three significant digits, such as 12,000 or 0.25."""
     return f"{float(f'{value:.3g}'):,g}"
 
 
@@ -287,7 +308,11 @@ def _draw_coverage(
 ) -> None:
     """Draw the share of targets in their intervals by bin, with 95% intervals of the share.
 
-    ``sizes`` are the numbers of records in the bins. The line is at the intended ``level``.
+    Args:
+        panel: the panel to draw in.
+        sizes: numbers of records in the bins.
+        coverage: share of each bin, from 0 to 1; None for a bin that has no record.
+        level: intended share, drawn as a line.
     """
     panel.axhline(level, color=COLOURS[1], linestyle="--")
     for place, (size, share) in enumerate(zip(sizes, coverage, strict=True)):
@@ -344,12 +369,12 @@ def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
 
 
 def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = True) -> "Figure":
-    """Draw the means of a study, with standard deviations over seeds.
+    """Draw the means of a study with standard deviations over seeds, one line per row of its table.
 
     Args:
-        study: content of compare.json. Each row of its table is a line.
+        study: content of compare.json, as JSON values.
         optimizers: names of optimizers, each of which has the same colour in every picture.
-        share: whether the metric is a share, which is shown in percent.
+        share: True for a metric from 0 to 1, which is shown in percent; False for other numbers.
     """
     figure, (panel,) = new_figure(1)
     scale = 100 if share else 1

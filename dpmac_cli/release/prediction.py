@@ -41,13 +41,13 @@ from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 
 @dataclass(frozen=True)
 class Scored:
-    """Results of a model file on every test sample.
+    """Results of a model file on every test sample, as ``dpmac eval`` prints them.
 
     Attributes:
         result: outputs and scores.
         dataset: name of the dataset.
         path: the model file.
-        covered: whether its run released scores with noise, unlike these.
+        covered: whether its run released scores with noise, unlike these, which are exact.
         held_out: whether there was no test set, so that the run held records out.
         point: what decides between two classes, in words; "" without an operating point.
     """
@@ -61,7 +61,17 @@ class Scored:
 
 
 def score(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Scored:
-    """Score a published model on the whole test split; see :meth:`dpmac_cli.Run.score`."""
+    """Score a published model on the whole test split; see :meth:`dpmac_cli.Run.score`.
+
+    Args:
+        released: the model.
+        dataset: a name, a path, or records in memory; None for the dataset of the training.
+        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
+
+    Raises:
+        InputError: a file is missing or damaged.
+        ModelError: the network does not fit the dataset.
+    """
     file, facts = released.path, released.facts
     below, chosen = _settings_of_data(released, dataset, data_dir)
     if chosen.dataset in DATASETS:  # before its files are downloaded
@@ -81,7 +91,14 @@ def score(released: Released, dataset: Any = None, data_dir: Path | str | None =
 def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Dataset:
     """Return the records that a model was trained and tested on, split as they were.
 
-    See :meth:`dpmac_cli.Run.score` for arguments and errors.
+    Args:
+        released: the model.
+        dataset: a name, a path, or records in memory; None for the dataset of the training.
+        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
+
+    Raises:
+        InputError: the data cannot be read, or nothing says which records were held out.
+        ModelError: the model does not fit it.
     """
     below, chosen = _settings_of_data(released, dataset, data_dir)
     return _data_to_score(released, below, chosen)
@@ -112,6 +129,8 @@ def _check_fits(released: Released, known: DataFacts) -> None:
 def _is_around(task: Task, facts: Facts) -> bool:
     """Return whether a model's range was found by counts inside that of a number to predict.
 
+    Then the model predicts a narrower range than is declared, which is no misfit.
+
     Args:
         task: the number to predict, as it is declared.
         facts: facts of the model.
@@ -121,7 +140,13 @@ def _is_around(task: Task, facts: Facts) -> bool:
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
-    """Evaluate a model on test records, read and calibrated as those that it was trained on."""
+    """Evaluate a model on test records, read and calibrated as those that it was trained on.
+
+    Args:
+        model: the network.
+        facts: its facts: how records are scaled, and the task with its calibration.
+        data: the dataset, of which the test records are used.
+    """
     task = replace(facts.task, names=data.task.names)
     data = data.scaled_as(facts.data.records).predicting(task)
     return evaluate(model, data, data.tested)
@@ -191,7 +216,14 @@ ARRAYS = ("array files", "arrays")
 def _declared(
     data: object, released: Released, *, skip_bad: bool, id_column: str | None
 ) -> Declaration:
-    """Return new records for a model as they are declared: like those that it was trained on."""
+    """Return new records for a model as they are declared: like those that it was trained on.
+
+    Args:
+        data: a path, or records in memory.
+        released: the model, whose facts say the kind of records and the schema of a table.
+        skip_bad: whether to leave out unusable records instead of rejecting all.
+        id_column: column of a table to keep beside each record; None for ``id``, if there is one.
+    """
     facts, settings = released.facts, released.facts.settings
     names = ("image_size", "channels", "levels")
     known = {name: getattr(settings, name) for name in names}
@@ -208,7 +240,7 @@ def _declared(
 
 
 def _misfits(declared: Declaration, released: Released) -> Iterator[str]:
-    """Yield why new records cannot be those for a model."""
+    """Yield why new records cannot be those for a model, one reason each; nothing if they fit."""
     file, facts, reader = released.path, released.facts, released.reader
     path = declared.path
     kinds: tuple[str, ...] = ("images", *ARRAYS)
@@ -267,9 +299,10 @@ class Predictions:
         task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.
-        skipped: records that are left out, and why.
+        skipped: records that are left out, and why; empty unless ``skip_bad`` was set.
         texts: how a language model continues each record; None for other models.
-        remarks: sentences on cells that count as missing, without an end; facts of the records.
+        remarks: notes on cells that count as missing, each a sentence without its full stop; facts
+            of the records, which are private. () without any.
     """
 
     outputs: NDArray[Any]
@@ -282,10 +315,10 @@ class Predictions:
 
     @cached_property
     def answers(self) -> NDArray[np.float32]:
-        """Meaning of the outputs, float32, shape (records, outputs); NaN if one contains NaN.
+        """Meaning of the outputs, float32, shape (records, outputs); NaN in rows that contain NaN.
 
-        Probabilities of classes, calibrated if the model is, or numbers on the scale of their
-        targets.
+        Probabilities of classes, calibrated if the model is, each row with sum 1; or numbers on the
+        scale of their targets.
         """
         with code_of_task():
             return self.task.answers(self.outputs)
@@ -297,7 +330,7 @@ class Predictions:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes or of the target, in the order of the columns."""
+        """Names of the classes or of the target, in the order of the columns of :attr:`answers`."""
         return self.task.names
 
     @property
@@ -309,8 +342,8 @@ class Predictions:
     def predicted(self) -> Sequence[Any]:
         """Prediction for each record, as ``dpmac predict`` writes it.
 
-        The name of the class that is decided on, "" if the output contains NaN; a number, NaN if
-        the output is; or how a text continues.
+        For a classifier the name of the class that is decided on, "" if the output contains NaN.
+        For numbers a number, NaN if the output is. For a language model how a text continues.
         """
         return self._columns["predicted"]
 
@@ -321,7 +354,17 @@ class Predictions:
             return texts | self.task.columns(self.outputs)
 
     def write(self, path: Path) -> None:
-        """Write a .csv that only its owner can read. Raises OSError."""
+        """Write a .csv with one row per record, which only its owner can read.
+
+        Its columns are ``row`` or ``file``, ``id`` if there are ids, and those of the task; see
+        :meth:`dpmac_cli.tasks.task.Task.columns`.
+
+        Args:
+            path: the file. An existing one is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
         columns |= self._columns
         if isinstance(self.records[0], int):
@@ -338,7 +381,12 @@ def _in_utf8(name: str) -> str:
 
 
 def _known(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
-    """Return the values of a row by their columns, without those that are NaN."""
+    """Return the values of a row by their columns, without those that are NaN.
+
+    Args:
+        columns: names of the columns.
+        values: the values of the row, in the same order.
+    """
     row = dict(zip(columns, values, strict=True))
     return {name: value for name, value in row.items() if value == value}  # noqa: PLR0124
 
@@ -354,7 +402,11 @@ def predict(
     threshold: str | float | None = None,
     level: float | None = None,
 ) -> Predictions:
-    """Predict for new records; see :meth:`dpmac_cli.Run.predict` for arguments and errors."""
+    """Predict for new records; see :meth:`dpmac_cli.Run.predict` for arguments and errors.
+
+    ``released`` is the model. Records that were left out because of ``skip_bad`` have no row in the
+    result, and are listed in ``skipped``.
+    """
     task = _at_level(_at(released, threshold), level, released.path)
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
@@ -368,7 +420,15 @@ def predict(
 
 
 def _at(released: Released, threshold: str | float | None) -> Task:
-    """Return the task of a model, at another operating point if there is one. Raises InputError."""
+    """Return the task of a model, at another operating point if there is one.
+
+    Args:
+        released: the model.
+        threshold: "balanced", "sensitivity=0.9" or a probability; None for the model's own.
+
+    Raises:
+        InputError: the model has no such point.
+    """
     task = released.facts.task
     if threshold is None:
         return task
@@ -383,7 +443,16 @@ def _at(released: Released, threshold: str | float | None) -> Task:
 
 
 def _at_level(task: Task, level: float | None, path: Path) -> Task:
-    """Return a task with intervals of another level if there is one. Raises InputError."""
+    """Return a task with intervals of another level if there is one.
+
+    Args:
+        task: task of the model.
+        level: share of the targets that an interval has; None for the task's own.
+        path: the model file, for the message.
+
+    Raises:
+        InputError: the model has no intervals, or the level is not between 0 and 1.
+    """
     if level is None:
         return task
     has_intervals = isinstance(task, Regression) and task.residuals is not None
@@ -451,7 +520,13 @@ def _inputs(x: Any, records: Records, device: torch.device) -> Iterator[Tensor]:
 def _outputs(
     released: Released, batches: Iterator[Tensor], count: int
 ) -> NDArray[np.floating[Any]]:
-    """Return the model's outputs for ``count`` records, and report progress."""
+    """Return the model's outputs for all records, shape (records, outputs), and report progress.
+
+    Args:
+        released: the model.
+        batches: records as the network takes them, some after the other.
+        count: number of all records, for the progress.
+    """
     done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
     all_logits = torch.empty(count, released.facts.task.outputs, dtype=kind)

@@ -89,7 +89,7 @@ def publish(session: Session, network: Network | None = None) -> Run:
 
 
 def _exact_scores(session: Session) -> dict[str, Any]:
-    """Return exact test metrics as JSON values; none if scores are covered, or nothing is tested.
+    """Return exact test metrics as JSON values; {} if scores are covered, or nothing is tested.
 
     A run that was resumed at its end is scored here.
     """
@@ -101,7 +101,7 @@ def _exact_scores(session: Session) -> dict[str, Any]:
 
 
 def first_half(described: report.Report) -> report.Facts:
-    """Return the facts of a report without its scores, machine and state."""
+    """Return the facts of a report without its scores, machine and state: a model file's header."""
     facts = {name: getattr(described, name) for name in report.Facts.model_fields}
     return report.Facts(**facts)
 
@@ -123,10 +123,10 @@ def _write_adapter(session: Session) -> None:
 
 
 def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
-    """Return the report of a run.
+    """Return the report of a run: its settings, data, network, guarantee, scores and machine.
 
     Args:
-        session: session of the run.
+        session: session of the run, after its last step or where it was stopped.
         exact: exact test metrics as JSON values; empty for covered scores.
     """
     run = DescribedRun(session.plan, session.account, session.weighed, _released(session))
@@ -150,8 +150,14 @@ def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
 def guarantee_of(run: DescribedRun) -> dict[str, Any]:
     """Return what a run did to its records, what that costs, and what is said of it.
 
-    They are by the keys of a report: events, epsilon, delta, risk, search, seeded, secure and
-    sentences. Epsilon is of everything in the account of the run, or of the whole search.
+    Epsilon is of everything in the account of the run, or of the whole search.
+
+    Args:
+        run: the run, with its plan and its account.
+
+    Returns:
+        Values by the keys of a report: events, epsilon, delta, risk, search, seeded, secure and
+        sentences. epsilon is None if it is not finite; delta and risk are None without privacy.
     """
     plan, account = run.plan, run.spent
     cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
@@ -184,7 +190,7 @@ def _released(session: Session) -> tuple[str, ...]:
     """Return the topics of the histograms of training records that were released.
 
     A histogram is planned, and may not have been released: of a run that was stopped, or whose
-    budget was used up by lost steps.
+    budget was used up by lost steps. Topics are "ranges", "calibration" and "residuals".
     """
     task = session.trainer.task
     released = {
@@ -196,7 +202,10 @@ def _released(session: Session) -> tuple[str, ...]:
 
 
 def _settings(session: Session) -> Any:
-    """Return the settings of a run for its report: no path, and nothing without an effect."""
+    """Return the settings of a run for its report: no path, and nothing without an effect.
+
+    Left out are folders, and hyperparameters that the optimizer does not have.
+    """
     plan = session.plan
     device = session.trainer.state.theta.device.type
     used = ("optimizer", *plan.optimizer.used(private=plan.private))
@@ -216,7 +225,7 @@ def _settings(session: Session) -> Any:
 
 
 def _data(session: Session) -> report.Data:
-    """Return the facts of the records."""
+    """Return the facts of the records: name, sizes, declarations, and ranges that were counted."""
     facts, task_facts = session.plan.facts, dict[str, Any](session.trainer.data.task.facts)
     schema = facts.schema
     return report.Data(
@@ -282,7 +291,7 @@ def _network(session: Session, point: Mapping[str, Any] | None) -> report.Networ
 
 
 def _features(session: Session) -> report.Features | None:
-    """Return the facts of public features and weights; None without any."""
+    """Return name, checksum and form of public features and weights; None without any."""
     plan = session.plan
     name, encoder = plan.settings.features or plan.settings.backbone, None
     if isinstance(plan.features, TextEncoder):
@@ -301,8 +310,15 @@ PROTECTED, NOT_COVERED, DECLARED = "protected", "not covered", "declared public"
 def computed(run: DescribedRun) -> dict[str, str]:
     """Return the values that a run computes from its records, and whether each is protected.
 
-    A card has them as a table: a value is protected by noise, declared public by whoever trained
-    the model, published with a registered dataset, or not covered.
+    A card has them as a table.
+
+    Args:
+        run: the run.
+
+    Returns:
+        A status by the name of the value in words: "protected" by noise, "declared public" by
+            whoever
+        trained the model, "published" with a registered dataset, or "not covered".
     """
     facts = run.plan.facts
     statuses = {"weights, and all numbers of the report except those below": PROTECTED}

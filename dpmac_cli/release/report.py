@@ -259,7 +259,7 @@ class Facts(Part):
 
     @property
     def private(self) -> bool:
-        """Return whether noise was added."""
+        """Return whether noise was added; False for a run with ``--no-dp``."""
         return self.delta is not None
 
     @property
@@ -269,7 +269,7 @@ class Facts(Part):
 
     @property
     def task(self) -> Task:
-        """Task that the model was trained for, with its calibration."""
+        """Task of the model, with its calibration, its intervals or its operating point."""
         network, target = self.network, self.data.target
         kinds = {
             "calibration": network.calibration,
@@ -282,7 +282,7 @@ class Facts(Part):
 
     @property
     def signature(self) -> Signature:
-        """Signature of the network."""
+        """Signature of the network: what it takes, and what its outputs are."""
         records = self.data.records
         return Signature(records.shape, self.task.outputs, records=records)
 
@@ -320,7 +320,7 @@ class Facts(Part):
         return self
 
     def values(self) -> dict[str, Any]:
-        """Return the JSON values by key. Keys that were not set do not apply."""
+        """Return the JSON values by key, as in the file. Keys that were not set do not apply."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
@@ -399,7 +399,10 @@ class Report(Facts):
 
     @property
     def score(self) -> tuple[EvaluationMetric, Score]:
-        """Return the headline metric of the task, and its score: without a value if not defined."""
+        """Return the headline metric of the task, and its score.
+
+        A score whose ``value`` is None is not defined, or no record was tested on.
+        """
         metric = self.task.headline
         return metric, getattr(self.scores, metric.key, Score(value=None))
 
@@ -414,12 +417,19 @@ class _Versioned(Part):
 def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
     """Parse the JSON text of a file as ``kind``, a model above or a dataclass.
 
-    Validation is strict: numbers are finite, and no value is converted to another type. Messages
-    contain the file, the complaint, the first fault in brackets, and the remedy.
+    Validation is strict: numbers are finite, and no value is converted to another type.
+
+    Args:
+        kind: class of the result.
+        text: content of the file.
+        file: where it is from, for the message.
+        complaint: what is said of the file if it cannot be used, such as "is not a valid
+            report of dpmac".
+        remedy: sentence on what to do then, the last of the message.
 
     Raises:
         InputError: a key is missing or has a value that dpmac does not write, or another version
-            wrote it.
+            wrote it. The message has the first fault in brackets.
     """
     try:
         header = _Versioned.model_validate_json(text, strict=True)
@@ -449,6 +459,9 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
 def read_report(path: Path) -> Report:
     """Read the report of a run from its folder or from the file itself.
 
+    Args:
+        path: folder of the run, or its report.json.
+
     Raises:
         InputError: it is missing, cannot be read, or is not a report of this version.
     """
@@ -463,10 +476,15 @@ RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
 
 
 def how_it_ended(run: Path) -> tuple[str, Report | None]:
-    """Return the state of a run, and its report.
+    """Return the state of a run, and its report. Never raises for a damaged one.
 
-    The state is that of the report (:func:`~dpmac_cli.runs.ledger.state_of` says which), or
-    :data:`RUNNING`, :data:`CUT_OFF` or :data:`DAMAGED`; then there is no report.
+    Args:
+        run: folder of the run.
+
+    Returns:
+        The state that the report has (:func:`~dpmac_cli.runs.ledger.state_of` says which), and the
+        report. Or None as the second value, beside :data:`RUNNING` while another process has the
+        folder, :data:`CUT_OFF` without a report, or :data:`DAMAGED` if it cannot be read.
     """
     if folder.in_use(run):
         return RUNNING, None
@@ -480,9 +498,13 @@ def how_it_ended(run: Path) -> tuple[str, Report | None]:
 
 
 def events_of(run: Path) -> tuple[TrainingEvent, ...]:
-    """Return the events of a run; all planned events if it was killed.
+    """Return the events of a run; all planned events if it was killed, whose steps are unknown.
 
-    Raises InputError if neither report nor ledger can be read.
+    Args:
+        run: folder of the run. The report counts; without one, the ledger.
+
+    Raises:
+        InputError: neither report nor ledger can be read.
     """
     account = ledger.read_ledger(run)
     if account is not None and not (run / folder.REPORT).exists():

@@ -1,6 +1,9 @@
 """Sentences about a run: one function per topic, which yields what holds for that run.
 
-Reports, cards and the terminal take them from here. A topic is a key of ``sentences`` in a report.
+Reports, cards and the terminal take them from here. A topic is a key of ``sentences`` in a report,
+and the name of its function. A function yields whole sentences (``public`` yields sources instead),
+and nothing if the topic does not apply to the run. It reads the plan and the account, and never a
+record.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,13 +43,16 @@ BOTH_WAYS = "The last part ran with --secure, an earlier part without."
 
 
 def audit_run(run: DescribedRun) -> Iterator[str]:
-    """Warn of a model that was trained on crafted records."""
+    """Warn of a model that was trained on crafted records; nothing for other runs."""
     if run.plan.settings.canaries:
         yield AUDIT_RUN
 
 
 def seeds(run: DescribedRun) -> Iterator[str]:
-    """Say where the keys came from."""
+    """Say where the keys came from: a seed that the user set, or the operating system.
+
+    Without privacy there is nothing to keep secret, which is then said.
+    """
     if not run.private:
         yield NO_SECRETS
     elif run.spent.seeded:
@@ -56,7 +62,10 @@ def seeds(run: DescribedRun) -> Iterator[str]:
 
 
 def randomness(run: DescribedRun) -> Iterator[str]:
-    """Say how noise and batches were drawn. All parts must be secure to be called so."""
+    """Say how noise and batches were drawn.
+
+    A run of several parts is called secure if all of them were; if one was not, that is said.
+    """
     if not run.private:
         yield NO_SECRETS
     elif not run.plan.settings.secure:
@@ -71,7 +80,7 @@ def randomness(run: DescribedRun) -> Iterator[str]:
 
 
 def covered_scores(run: DescribedRun) -> Iterator[str]:
-    """Say what noise in the scores protects, and its cost."""
+    """Say what noise in the scores protects, and its cost; nothing for exact scores."""
     if run.plan.score:
         yield (
             "Test scores were released with Gaussian noise, which protects the test records like "
@@ -83,7 +92,10 @@ def covered_scores(run: DescribedRun) -> Iterator[str]:
 
 
 def test_records(run: DescribedRun) -> Iterator[str]:
-    """Say that test records which were split off are private too."""
+    """Say that test records which were split off are private too.
+
+    Nothing for a test set of its own, and for scores that noise covers.
+    """
     if run.plan.facts.held_out and not run.plan.score:
         yield (
             "The test records were split off from the private ones. They are also private, and "
@@ -92,7 +104,11 @@ def test_records(run: DescribedRun) -> Iterator[str]:
 
 
 def public_records(run: DescribedRun) -> Iterator[str]:
-    """Say which facts of the records are taken as public."""
+    """Say which facts of the records are taken as public.
+
+    They are the numbers of records, the schema, facts that were taken from the records, and weights
+    of classes and of records.
+    """
     facts, counted = run.plan.facts, run.counted
     if facts.test_size:
         yield f"The numbers of training {counted} and test {run.tested} are public."
@@ -122,7 +138,11 @@ def public_records(run: DescribedRun) -> Iterator[str]:
 
 
 def texts(run: DescribedRun) -> Iterator[str]:
-    """Say what a model of texts may tell of them, besides what epsilon covers."""
+    """Say what a model of texts may tell of them, besides what epsilon covers.
+
+    A language model can repeat them; cached features of a classifier reveal them. Nothing for other
+    records.
+    """
     if run.continues:
         yield (
             "A language model can memorise: continue a text with words of a training record. "
@@ -144,7 +164,11 @@ def texts(run: DescribedRun) -> Iterator[str]:
 
 
 def features(run: DescribedRun) -> Iterator[str]:
-    """Say what the network takes instead of its records, and what it starts from."""
+    """Say what the network takes instead of its records, and what it starts from.
+
+    Then which part of it was trained. Nothing for a network that starts from random weights and
+    takes the records themselves.
+    """
     network, trained = run.plan.features, run.plan.trained.part
     if isinstance(network, TextEncoder):
         yield from _features_of_texts(run, network)
@@ -229,7 +253,7 @@ def public(run: DescribedRun) -> Iterator[str]:
 
 
 def search(run: DescribedRun) -> Iterator[str]:
-    """Say how settings were searched for, and that epsilon covers it."""
+    """Say how settings were searched for, and that epsilon covers it; nothing without a search."""
     of_run = run.plan.search
     if of_run is None:
         return
@@ -245,7 +269,7 @@ def search(run: DescribedRun) -> Iterator[str]:
 
 
 def calibration(run: DescribedRun) -> Iterator[str]:
-    """Say what probabilities follow from."""
+    """Say which histogram probabilities follow from; nothing if none was released."""
     if "calibration" in run.released:
         yield (
             f"After the last step, one histogram of the training {run.counted} was released with "
@@ -256,7 +280,7 @@ def calibration(run: DescribedRun) -> Iterator[str]:
 
 
 def residuals(run: DescribedRun) -> Iterator[str]:
-    """Say what intervals of numbers follow from."""
+    """Say which histogram intervals of numbers follow from; nothing if none was released."""
     if "residuals" in run.released:
         yield (
             "After the last step, one histogram of the residuals of the training "
@@ -274,7 +298,10 @@ def _sampled(run: DescribedRun) -> Iterator[str]:
 
 
 def ranges(run: DescribedRun) -> Iterator[str]:
-    """Say what ranges of columns and of the number to predict follow from."""
+    """Say what ranges of columns and of the number to predict follow from.
+
+    Noisy counts, or, without privacy, the exact records. Nothing if all ranges were declared.
+    """
     task, counted = run.plan.facts.task, run.counted
     if "ranges" not in run.released:
         return
@@ -298,7 +325,7 @@ def ranges(run: DescribedRun) -> Iterator[str]:
 
 
 def mechanism(run: DescribedRun) -> Iterator[str]:
-    """Say what is released in each step."""
+    """Say what is released in each step: the region of clipping, and the Gaussian mechanism."""
     region = "an ellipsoid that was computed from earlier noisy sums"
     if isinstance(run.plan.optimizer, InBall):
         region = f"a ball of radius {run.plan.optimizer.clip_norm:g}"
@@ -309,7 +336,7 @@ def mechanism(run: DescribedRun) -> Iterator[str]:
 
 
 def tuning(run: DescribedRun) -> Iterator[str]:
-    """Say whether epsilon covers the choice of settings."""
+    """Say whether epsilon covers the choice of settings: only of a search that dpmac ran."""
     if run.plan.search:
         yield (
             "Covered: epsilon includes the search for these settings, of which this model is the "
@@ -323,7 +350,7 @@ def tuning(run: DescribedRun) -> Iterator[str]:
 
 
 def data_domain(run: DescribedRun) -> Iterator[str]:
-    """Say what a record is, and what is predicted for it."""
+    """Say of which kind a record is, and what is predicted for it."""
     facts = run.plan.facts
     if run.continues:
         yield f"Unlabelled {facts.records.described}. It predicts the next token."
@@ -332,7 +359,7 @@ def data_domain(run: DescribedRun) -> Iterator[str]:
 
 
 def audit(run: DescribedRun) -> Iterator[str]:
-    """Say how the guarantee can be tested."""
+    """Say how the guarantee can be tested: by the crafted records of this run, or of another."""
     if canaries := run.plan.settings.canaries:
         yield (
             f"This run has {canaries} crafted records, all of which count in the sampling rate: "
@@ -346,7 +373,7 @@ def audit(run: DescribedRun) -> Iterator[str]:
 
 
 def not_covered(run: DescribedRun) -> Iterator[str]:
-    """List what epsilon does not cover."""
+    """List what epsilon does not cover, item by item; everything, without privacy."""
     if not run.private:
         yield "Everything: this is a baseline. Do not publish it if the training records matter."
         return
@@ -396,9 +423,14 @@ WITHOUT_PRIVACY = (
 
 
 def sentences_of(run: DescribedRun) -> dict[str, str | tuple[str, ...]]:
-    """Return what holds for a run, by topic: one text, or several of a list.
+    """Return what holds for a run, by topic.
 
-    Topics that do not apply are absent.
+    Args:
+        run: the run after its last step.
+
+    Returns:
+        Texts by the names in TOPICS: one text for most, whose sentences are joined by spaces, and a
+        tuple of several for those in LISTS. Topics that do not apply are absent.
     """
     by_topic: dict[str, str | tuple[str, ...]] = {}
     for name, topic in TOPICS.items():

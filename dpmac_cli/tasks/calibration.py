@@ -144,7 +144,8 @@ class Calibration:
     def applied(self, outputs: Any) -> Any:
         """Return calibrated outputs, of which probabilities are the softmax.
 
-        ``outputs`` are an array or a tensor, shape (records, classes), and stay as they are.
+        Args:
+            outputs: an array or a tensor, shape (records, classes), which stays as it is.
         """
         calibrated = outputs * self.slope
         calibrated[:, -1] += self.intercept
@@ -152,14 +153,18 @@ class Calibration:
 
 
 def log_odds(outputs: Floats) -> Floats:
-    """Return the log-odds of the last of two classes, shape (records,); nan if an output is."""
+    """Return the log-odds of the last of two classes, shape (records,); nan if an output is.
+
+    Args:
+        outputs: outputs of the network, shape (records, 2).
+    """
     limited = outputs.astype(np.float64).clip(-LARGEST, LARGEST)
     odds: Floats = limited[:, 1] - limited[:, 0]
     return odds
 
 
 def is_lost(outputs: Floats) -> NDArray[np.bool_]:
-    """Return which records have an output that is NaN, shape (records,)."""
+    """Return which records have an output that is NaN, bool, shape (records,)."""
     lost: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(outputs), axis=1)
     return lost
 
@@ -187,7 +192,11 @@ def cells(outputs: Floats, labels: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def cell_count(classes: int) -> int:
-    """Return the number of cells of some classes."""
+    """Return the number of cells of the histogram of a calibration: two per bin.
+
+    Args:
+        classes: number of classes; two have bins of their own.
+    """
     return 2 * len(SIGNED_MIDDLES if classes == 2 else MIDDLES)
 
 

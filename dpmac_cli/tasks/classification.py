@@ -42,13 +42,21 @@ SPECIFICITY = 0.95
 
 
 def right(of: Compared) -> NDArray[np.bool_]:
-    """Return which records are classified correctly, shape (records,)."""
+    """Return which records are classified correctly, bool, shape (records,).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_right: NDArray[np.bool_] = np.equal(of.truth, of.guess)
     return is_right
 
 
 def classes_of(of: Compared) -> NDArray[np.bool_]:
-    """Return the records of each true class with records, shape (records, 1, classes)."""
+    """Return the records of each true class with records, shape (records, 1, classes).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_of: NDArray[np.bool_] = np.equal(of.truth[:, None], np.unique(of.truth))
     return is_of[:, None]
 
@@ -57,6 +65,9 @@ def ranked(of: Compared) -> NDArray[np.bool_]:
     """Return positives and negatives of each class that has both, shape (records, 2, classes).
 
     Of two classes, only the last one is positive.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = ranked_classes(of)
     positive = np.equal(of.truth[:, None], classes)
@@ -64,7 +75,13 @@ def ranked(of: Compared) -> NDArray[np.bool_]:
 
 
 def ranked_classes(of: Compared) -> NDArray[Any]:
-    """Return the classes with both positives and negatives; only the last one of two classes."""
+    """Return the numbers of the classes with both positives and negatives.
+
+    Of two classes it is only the last one, [1]; it is empty if all records are of one class.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     counted = of.truth if of.weights is None else of.truth[of.weights > 0]
     classes = np.unique(counted)
     if len(classes) < 2:
@@ -73,7 +90,11 @@ def ranked_classes(of: Compared) -> NDArray[Any]:
 
 
 def accuracy(of: Compared) -> float:
-    """Return the share of records that are classified correctly."""
+    """Return the share of records that are classified correctly.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return float(sklearn_metrics.accuracy_score(of.truth, of.guess, sample_weight=of.weights))
 
 
@@ -81,6 +102,9 @@ def balanced_accuracy(of: Compared) -> float:
     """Return the mean of the sensitivities of the classes with records.
 
     With K classes, a model that says one class to all has 1 / K, however frequent that class is.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     sensitivity, _ = rates(of)
     return _mean(sensitivity)
@@ -91,6 +115,9 @@ def f1(of: Compared) -> float:
 
     A class that no record has and that is never predicted is left out (``macro`` with nan for a
     division by zero in scikit-learn).
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return float(
         sklearn_metrics.f1_score(
@@ -109,6 +136,9 @@ def auroc(of: Compared) -> float:
 
     It is the probability that a record of the class has a higher score than one of another class,
     with one half for a tie. Of two classes it is that of the last one.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return _mean([sklearn_metrics.auc(false, true) for false, true in _curves(of)])
 
@@ -117,6 +147,9 @@ def sensitivity_at_specificity(of: Compared) -> float:
     """Return the largest sensitivity at a specificity of :data:`SPECIFICITY` or more.
 
     It is a mean over classes, at the threshold that suits these test records best.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     most = 1 - SPECIFICITY + 1e-12
     return _mean([float(true[false <= most].max()) for false, true in _curves(of)])
@@ -127,6 +160,9 @@ def average_precision(of: Compared) -> float:
 
     It is the sum over thresholds of the precision times the gain in sensitivity, without
     interpolation. Random scores have the share of the class.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     return _mean(_of_rankings(of, sklearn_metrics.average_precision_score))
 
@@ -136,6 +172,9 @@ def log_loss(of: Compared) -> float:
 
     Probabilities are those after calibration. One of 0 counts as the smallest step of float64, so a
     record costs at most 36.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     shares = of.scores.astype(float).clip(0, 1)
     shares /= shares.sum(1, keepdims=True)
@@ -150,6 +189,9 @@ def calibration_error(of: Compared) -> float:
 
     Records are in :data:`BINS` bins of equal width by their largest probability. The gap of a bin
     is that between the mean of these and the share of correct records; bins count by their records.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     weights = np.ones(len(of.truth)) if of.weights is None else of.weights
     confidence = of.scores.max(1).clip(0, 1)
@@ -163,6 +205,9 @@ def rates(of: Compared) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
     They are nan for a class without positives, or without negatives. A record whose output contains
     NaN is a wrong answer.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = np.arange(of.scores.shape[1])
     counts = sklearn_metrics.multilabel_confusion_matrix(
@@ -177,6 +222,9 @@ def confusion_of(of: Compared) -> NDArray[np.int64]:
     """Return int64 counts by true and predicted class, shape (classes, classes).
 
     Records whose output contains NaN are left out.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     classes = np.arange(of.scores.shape[1])
     answered = of.guess >= 0
@@ -257,12 +305,12 @@ class Classification(Task):
 
     @property
     def described(self) -> str:
-        """Return the outputs in words."""
+        """Return the outputs in words, such as "10 classes"."""
         return f"{len(self.names)} classes"
 
     @property
     def summary(self) -> str:
-        """Return the outputs by name."""
+        """Return the outputs by name, such as "the classes cat, dog"."""
         return f"the classes {', '.join(self.names)}"
 
     @property
@@ -328,19 +376,30 @@ class Classification(Task):
         return replace(self, point=OperatingPoint.of(threshold, self.calibration))
 
     def point_facts(self, epsilon: float) -> dict[str, Any] | None:
-        """Return the operating point of two classes as JSON values; None without one."""
+        """Return the operating point of two classes as JSON values; None without one.
+
+        ``epsilon`` is that of the run. See :func:`~dpmac_cli.tasks.operating_point.describe`.
+        """
         if self.outputs != 2 or (self.calibration is None and self.point is None):
             return None
         point = self.point or OperatingPoint(MOST_LIKELY, 0.0)
         return describe(point, self.calibration, self.names, epsilon)
 
     def adjusted(self, outputs: Any) -> Any:
-        """Return calibrated outputs, of which probabilities are the softmax."""
+        """Return calibrated outputs, of which probabilities are the softmax.
+
+        Args:
+            outputs: an array or a tensor, shape (records, classes). Without a calibration it is
+                returned as it is.
+        """
         return outputs if self.calibration is None else self.calibration.applied(outputs)
 
     @property
     def code(self) -> str:
-        """Python expression for the class that is decided on."""
+        """Python expression for the class that is decided on.
+
+        It has ``{}`` for the network's outputs; see :attr:`Task.code`.
+        """
         if self.point is None or self.point.log_odds == 0:
             return "{}.argmax(1)"
         return f"{{}}.diff(dim=1).gt({self.point.log_odds!r}).long().squeeze(1)"
@@ -355,12 +414,19 @@ class Classification(Task):
         return f"({self.calibration.slope!r} * outputs{added}).softmax(1)"
 
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
-        """Return classes that no test record has."""
+        """Return the names of the classes that no test record has; () if each has one.
+
+        ``targets`` are the numbers of the classes of the test records, shape (records,).
+        """
         tested = set(targets.tolist())
         return tuple(name for k, name in enumerate(self.names) if k not in tested)
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return calibrated probabilities, shape (records, classes); NaN if an output is NaN."""
+        """Return calibrated probabilities, float32, shape (records, classes).
+
+        Args:
+            outputs: outputs of the network, shape (records, classes). A row with NaN becomes NaN.
+        """
         # Infinity is the largest number: softmax is not NaN.
         known = self.adjusted(np.nan_to_num(outputs).astype(np.float64))
         probabilities = special.softmax(known, 1)
@@ -379,7 +445,11 @@ class Classification(Task):
         return places
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
-        """Return the predicted class, "" if an output contains NaN, and probabilities."""
+        """Return the predicted class, "" if an output contains NaN, and probabilities.
+
+        Args:
+            outputs: outputs of the network, shape (records, classes).
+        """
         lost = is_lost(outputs)
         chosen = zip(lost, self.chosen(outputs), strict=True)
         predicted = ["" if bad else self.names[place] for bad, place in chosen]
@@ -404,19 +474,29 @@ class Classification(Task):
         return Compared(targets, guess, owners, scores)
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
-        """Return 1 for correct records and 0 for wrong ones."""
+        """Return 1 for correct records and 0 for wrong ones, and the most, which is 1.
+
+        Counts are int64, shape (records,); see :meth:`Task.counted`.
+        """
         return right(of).astype(np.int64), 1
 
     def constant(self, of: Compared) -> dict[str, float]:
         """Return the share of the largest class, and the entropy of the shares in nats.
 
         The latter is the log loss of a model that says the shares for each record.
+
+        Args:
+            of: predictions for test records beside their targets.
         """
         shares = np.bincount(of.truth) / len(of.truth)
         return {"accuracy": float(shares.max()), "log-loss": float(special.entr(shares).sum())}
 
     def details(self, of: Compared) -> dict[str, Any]:
-        """Return sensitivity, specificity and the confusion matrix by class."""
+        """Return sensitivity, specificity and the confusion matrix by class.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         sensitivity, specificity = ([*map(finite_or_none, rate)] for rate in rates(of))
         return {
             "sensitivity": sensitivity,
@@ -425,7 +505,15 @@ class Classification(Task):
         }
 
     def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
-        """Return a note on a model that is no better than one class, or that omits some."""
+        """Return a note on a model that is no better than one class, or that omits some.
+
+        Args:
+            of: predictions for test records beside their targets.
+            loss: see :meth:`Task.remark`; the note is the same for every loss.
+
+        Returns:
+            Sentences, and whether the outputs tell nothing; None if there is nothing to note.
+        """
         correct, records = int(right(of).sum()), len(of.truth)
         most = int(np.bincount(of.truth).max())
         if most == records:
@@ -467,10 +555,13 @@ class Classification(Task):
 
 
 def ranks(of: Compared) -> bool:
-    """Return whether scores tell classes apart, by an AUROC that is not random.
+    """Return whether scores tell classes apart, by an AUROC that is clearly not random.
 
     The variance of the AUROC of random scores is (p + n + 1) / (12 p n) for p positives and n
     negatives (Mann and Whitney 1947), here of units. That of a mean is at most the largest.
+
+    Args:
+        of: predictions for test records beside their targets.
     """
     largest = 0.0
     for sides in np.moveaxis(ranked(of), 2, 0):

@@ -96,7 +96,16 @@ def resamples_for(records: int, classes: int) -> int:
 def resampled(
     of: Compared, metrics: Iterable[EvaluationMetric], resamples: int
 ) -> dict[str, Floats]:
-    """Return metrics of bootstrap resamples of the units with a fixed seed, shape (resamples,)."""
+    """Return metrics of bootstrap resamples of the units, by name, shape (resamples,) each.
+
+    The seed is fixed, so equal predictions have equal intervals. A metric that is not defined on a
+    resample is nan there.
+
+    Args:
+        of: predictions beside targets.
+        metrics: metrics to compute.
+        resamples: number of resamples.
+    """
     generator, units = np.random.default_rng(0), of.units
     drawn: dict[EvaluationMetric, list[float]] = {metric: [] for metric in metrics}
     if not drawn:
@@ -203,7 +212,17 @@ def widened(value: float, ends: Interval, noise: float) -> Interval:
 
 
 def share_of(owners: NDArray[np.int64], right: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return a share of the records, and its effective number of answers, by unit."""
+    """Return a share of the records, and its effective number of answers, by unit.
+
+    Args:
+        owners: index of each record's unit of privacy, from 0, shape (records,).
+        right: which records count, bool, shape (records,).
+
+    Returns:
+        The share, from 0 to 1, and a number that :func:`clopper_pearson` takes as ``size``: that of
+            the
+        records if each is a unit, and fewer if records of a unit are alike.
+    """
     parts = (np.bincount(owners, weights) for weights in (right, None))
     return size_of_shares(*(part.astype(float) for part in parts))
 

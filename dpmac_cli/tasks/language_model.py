@@ -26,7 +26,11 @@ NETWORK = "causal"
 
 
 def perplexity(of: Compared) -> float:
-    """Return the perplexity of texts: that of their mean loss."""
+    """Return the perplexity of texts: e to the power of their mean loss in nats.
+
+    Args:
+        of: losses of the texts as guesses, as :meth:`LanguageModel.compared` returns them.
+    """
     return math.exp(np.average(of.guess, weights=of.weights))
 
 
@@ -53,7 +57,7 @@ class LanguageModel(Task):
 
     @property
     def described(self) -> str:
-        """Return the output in words."""
+        """Return the output in words: "the next token of a text"."""
         return "the next token of a text"
 
     @property
@@ -77,7 +81,11 @@ class LanguageModel(Task):
         return "{}.exp()"
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return the perplexity of each text."""
+        """Return the perplexity of each text, float32, shape (texts, 1).
+
+        Args:
+            outputs: mean loss of each text's tokens in nats, shape (texts, 1).
+        """
         return np.exp(outputs).astype(np.float32)
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
@@ -88,6 +96,12 @@ class LanguageModel(Task):
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
-        """Return losses of test records in nats as guesses, of which the best is 0."""
+        """Return losses of test records in nats as guesses, of which the best is 0.
+
+        Args:
+            outputs: mean loss of each text's tokens, shape (records, 1).
+            targets: not used; all 0.
+            owners: index of each record's unit of privacy, shape (records,).
+        """
         losses = outputs[:, 0].astype(np.float64)
         return Compared(losses * 0, losses, owners, np.zeros((len(losses), 0), np.float32))

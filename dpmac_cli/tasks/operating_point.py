@@ -99,7 +99,10 @@ class OperatingPoint:
         return cls(asked, odds)
 
     def probability(self, calibration: Calibration | None) -> float:
-        """Return the probability of the last class above which it is said."""
+        """Return the calibrated probability of the last class above which it is said, from 0 to 1.
+
+        ``calibration`` is that of the network; None for probabilities as they were trained.
+        """
         slope, intercept = _line(calibration)
         return float(special.expit(slope * self.log_odds + intercept))
 
@@ -107,6 +110,9 @@ class OperatingPoint:
         """Return sensitivity and specificity for the last class, by the noisy histogram.
 
         Both are shares of training records, from 0 to 1, with the noise of the counts.
+
+        Args:
+            calibration: that of the network, with its noisy counts.
         """
         counts = _known(calibration)
         below = [_share_below(counts[:, label], self.log_odds) for label in (0, 1)]
@@ -118,6 +124,9 @@ class OperatingPoint:
         A parametric bootstrap with a public seed: noise of the same size is added to the counts
         again. For a sensitivity that was asked for, the point moves and the counts stay; for
         another point, the counts move.
+
+        Args:
+            calibration: that of the network, with its noisy counts.
         """
         counts, drawn = _known(calibration), np.random.default_rng(0)
         target = SENSITIVITY.fullmatch(self.asked)

@@ -39,17 +39,29 @@ WHOLE = 2**40
 
 
 def mae(of: Compared) -> float:
-    """Return the mean absolute error."""
+    """Return the mean absolute error, on the scale of the target.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return _scored(sklearn_metrics.mean_absolute_error, of)
 
 
 def rmse(of: Compared) -> float:
-    """Return the root of the mean squared error."""
+    """Return the root of the mean squared error, on the scale of the target.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return _scored(sklearn_metrics.root_mean_squared_error, of)
 
 
 def r2(of: Compared) -> float:
-    """Return the share of the variance that is explained; nan if the targets do not vary."""
+    """Return the share of the variance that is explained; nan if the targets do not vary.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     mean = np.average(of.truth, weights=of.weights)
     spread = np.average(np.square(of.truth - mean), weights=of.weights)
     if spread <= 1e-24 * mean**2:
@@ -58,13 +70,21 @@ def r2(of: Compared) -> float:
 
 
 def below(of: Compared) -> NDArray[np.bool_]:
-    """Return which targets are at or below the prediction, shape (records,)."""
+    """Return which targets are at or below the prediction, shape (records,).
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     is_below: NDArray[np.bool_] = of.truth <= of.guess
     return is_below
 
 
 def coverage(of: Compared) -> float:
-    """Return the share of targets at or below the prediction: a quantile covers its level."""
+    """Return the share of targets at or below the prediction: a quantile covers its level.
+
+    Args:
+        of: predictions for test records beside their targets.
+    """
     return float(np.average(below(of), weights=of.weights))
 
 
@@ -125,7 +145,7 @@ class Regression(Task):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts of the task in a model file."""
+        """Return the facts of the task in a model file, as JSON values: no class, one target."""
         return {
             "classes": [],
             "target": {
@@ -144,7 +164,7 @@ class Regression(Task):
 
     @property
     def calibrates(self) -> bool:
-        """Return whether it is not a task of a program."""
+        """Return whether residuals are counted: not for a task of a program, even a subclass."""
         return type(self) is Regression
 
     @property
@@ -153,17 +173,34 @@ class Regression(Task):
         return len(EDGES) + 1
 
     def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the cell of each record in the histogram of residuals."""
+        """Return the bin of each record's residual, int64, shape (records,).
+
+        It is -1 if the output is NaN.
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
+            targets: encoded targets, shape (records, 1).
+        """
         return cells(outputs, targets)
 
     def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
-        """Return the task with intervals, which follow from noisy counts of residuals."""
+        """Return a copy of the task with intervals, which follow from noisy counts of residuals.
+
+        Args:
+            counts: noisy counts of the bins, shape (cells,).
+            noise: standard deviation of the noise in each.
+            records: not used; see :meth:`Task.calibrated`.
+        """
         return replace(self, residuals=Residuals(tuple(counts.tolist()), noise))
 
     def between(self, scaled: Outputs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the ends of the interval of each output, on the scale of the target.
+        """Return the low and the high end of each output's interval, on the scale of the target.
 
-        ``scaled`` are outputs, shape (records, 1). Each end has the same shape.
+        Args:
+            scaled: outputs, shape (records, 1). Each of the two results has the same shape.
+
+        Raises:
+            ValueError: the task has no residuals, so no intervals.
         """
         if self.residuals is None:
             raise ValueError("there are no intervals")
@@ -178,17 +215,17 @@ class Regression(Task):
 
     @property
     def described(self) -> str:
-        """Return the output in words."""
+        """Return the output in words, such as "one number from 0 to 100"."""
         return f"one number from {self.range}"
 
     @property
     def summary(self) -> str:
-        """Return the output by name."""
+        """Return the output by name, such as "the target age from 0 to 100"."""
         return f"the target {self.name} from {self.range}"
 
     @property
     def range(self) -> str:
-        """Return the range and the transform in words."""
+        """Return the range and the transform in words, such as "0 to 100 (log1p)"."""
         return f"{self.low:g} to {self.high:g}" + " (log1p)" * (self.transform == "log1p")
 
     @property
@@ -198,22 +235,27 @@ class Regression(Task):
 
     @property
     def ends(self) -> Interval:
-        """Ends of the range, transformed."""
+        """Ends of the range, after the transform: those of log(1 + y) for "log1p"."""
         if self.transform == "log1p":
             return math.log1p(self.low), math.log1p(self.high)
         return self.low, self.high
 
     @property
     def code(self) -> str:
-        """Python expression for the predicted numbers."""
+        """Python expression for the predicted numbers, with ``{}`` for the network's outputs."""
         low, high = self.ends
         code = f"{low!r} + ({{}}[:, 0].clamp(-1, 1) + 1) / 2 * {high - low!r}"
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
-        """Return targets as a network learns them, float32, shape (records, 1).
+        """Return targets as a network learns them, float32, shape (records, 1), from -1 to 1.
 
-        As they are, in float64, if no range is declared.
+        Args:
+            targets: numbers on the scale of the target, as many as records. Those beyond the range
+                are clipped to it. If no range is declared, they stay as they are, in float64.
+
+        >>> Regression(("age",), 0.0, 100.0).encoded(np.array([25.0, 120.0])).tolist()
+        [[-0.5], [1.0]]
         """
         if self.open:
             return targets.reshape(-1, 1).astype(np.float64)
@@ -221,7 +263,16 @@ class Regression(Task):
         return self.limited(self._scaled(clipped))
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
-        """Return targets that were encoded in another range; beyond this one outside [-1, 1]."""
+        """Return targets that were encoded in another range, encoded in this one.
+
+        Args:
+            targets: encoded by ``before``, shape (records, 1).
+            before: the earlier task. Targets of the same task, or of another kind, stay as they
+                are.
+
+        Returns:
+            Shape (records, 1); targets beyond this range are outside [-1, 1].
+        """
         if self == before or not isinstance(before, Regression):
             return targets
         return self._scaled(before.decoded(targets))
@@ -238,7 +289,11 @@ class Regression(Task):
         return scaled
 
     def unscaled(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled."""
+        """Return encoded targets on the scale of :attr:`ends`: after the transform, not scaled.
+
+        Args:
+            scaled: encoded targets or outputs, shape (records, 1).
+        """
         if self.open:
             return scaled.astype(np.float64)
         low, high = self.ends
@@ -260,11 +315,21 @@ class Regression(Task):
         return replace(self, low=max(low, self.low), high=min(high, self.high))
 
     def covers(self, other: Task) -> bool:
-        """Return whether the range of another task is in the range of this one."""
+        """Return whether the range of another task is in this one; False for other kinds."""
         return isinstance(other, Regression) and self.low <= other.low and other.high <= self.high
 
     def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
-        """Return numbers on the scale of the target, in its range."""
+        """Return numbers on the scale of the target, clipped to its range; NaN stays NaN.
+
+        Args:
+            scaled: outputs or encoded targets, shape (records, 1).
+
+        Returns:
+            float64, of the same shape.
+
+        >>> Regression(("age",), 0.0, 100.0).decoded(np.array([[-0.5], [3.0]])).tolist()
+        [[25.0], [100.0]]
+        """
         return self._untransformed(scaled).clip(self.low, self.high)
 
     def _untransformed(self, scaled: Outputs) -> NDArray[np.float64]:
@@ -284,11 +349,21 @@ class Regression(Task):
         return numbers[:, 0]
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return predicted numbers, on the scale of the target."""
+        """Return predicted numbers, on the scale of the target, float32, shape (records, 1).
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
+        """
         return self.decoded(outputs).astype(np.float32)
 
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
-        """Return predicted numbers, and their intervals if there are any; NaN if an output is."""
+        """Return the columns "predicted", and "low" and "high" of an interval, if there are any.
+
+        Numbers have seven significant digits; NaN if an output is.
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
+        """
         numbers: dict[str, Floats] = {"predicted": self.answers(outputs)}
         if self.residuals is not None:
             numbers["low"], numbers["high"] = self.between(outputs)
@@ -300,7 +375,15 @@ class Regression(Task):
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
-        """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
+        """Compare predicted numbers with targets, both on the scale of the target.
+
+        A prediction that is NaN is as wrong as possible: the end of the range that is farther away.
+
+        Args:
+            outputs: outputs of the network, shape (records, 1).
+            targets: encoded targets, shape (records, 1).
+            owners: index of each record's unit of privacy, shape (records,).
+        """
         truth, guess = self._true(targets), self.decoded(outputs)[:, 0]
         low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
@@ -308,16 +391,27 @@ class Regression(Task):
         return Compared(truth, guess, owners, np.zeros((len(truth), 0), np.float32))
 
     def shares(self, of: Compared) -> Floats:
-        """Return absolute errors as shares of the range, 0 to 1, shape (records,)."""
+        """Return absolute errors as shares of the range, 0 to 1, shape (records,).
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         shares: Floats = (np.abs(of.guess - of.truth) / self.width).clip(0, 1)
         return shares
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
-        """Return absolute errors as shares of the range, rounded down."""
+        """Return absolute errors as whole parts of the range, rounded down, and their most.
+
+        An error as wide as the range has all WHOLE parts; see :meth:`Task.counted`.
+        """
         return np.floor(self.shares(of) * WHOLE).astype(np.int64), WHOLE
 
     def constant(self, of: Compared) -> dict[str, float]:
-        """Return the MAE of the median of the test records, and the RMSE of their mean."""
+        """Return the MAE of the median of the test records, and the RMSE of their mean.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         errors = np.abs(of.truth - np.median(of.truth))
         return {"mae": float(errors.mean()), "rmse": float(of.truth.std())}
 
@@ -326,6 +420,9 @@ class Regression(Task):
 
         A bin is one of :data:`BINS` equal parts of the range. Coverage is the share of the targets
         that are in their intervals: of all, and by predicted bin, None where none is predicted.
+
+        Args:
+            of: predictions for test records beside their targets.
         """
         true, predicted = self._bins(of.truth), self._bins(of.guess)
         counts = np.zeros((BINS, BINS), np.int64)
@@ -344,7 +441,8 @@ class Regression(Task):
 
     def _bins(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
         """Return the bin of each number on the scale of the target, from 0, shape (records,)."""
-        places: Floats = (self.encoded(numbers)[:, 0].astype(np.float64).clip(-1, 1) + 1) / 2
+        encoded = self.encoded(numbers)[:, 0].astype(np.float64)
+        places: Floats = (encoded.clip(-1, 1) + 1) / 2
         return (places * BINS).astype(np.int64).clip(0, BINS - 1)
 
     @property
@@ -358,6 +456,13 @@ class Regression(Task):
 
         As the loss counts: squared errors beside the mean, a quantile's beside that quantile, and
         absolute errors beside the median for any other loss.
+
+        Args:
+            of: predictions for test records beside their targets.
+            loss: name of the loss of the training, such as "mse" or "quantile:0.9".
+
+        Returns:
+            The note, a sentence, and True; None if the predictions are better.
         """
         kind, _, parameter = loss.partition(":")
         level = float(parameter) if kind == "quantile" else 0.5

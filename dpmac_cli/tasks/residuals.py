@@ -74,7 +74,8 @@ def cells(outputs: Floats, targets: Floats) -> NDArray[np.int64]:
         outputs: predictions on the scale of the targets, shape (records, 1).
         targets: targets from -1 to 1, shape (records, 1).
     """
-    residuals = (targets.astype(np.float64) - outputs.astype(np.float64).clip(-1, 1))[:, 0]
+    predicted = outputs.astype(np.float64).clip(-1, 1)
+    residuals = (targets.astype(np.float64) - predicted)[:, 0]
     lost = np.isnan(residuals)
     bins = np.searchsorted(EDGES, np.where(lost, 0.0, residuals), side="right")
     return np.where(lost, -1, bins)

@@ -29,12 +29,20 @@ FARTHEST = 1e30
 
 
 def percent_or_dash(value: float | None) -> str:
-    """Return a fraction as a percentage, or a dash if it is not defined."""
+    """Return a fraction from 0 to 1 as a percentage, or a dash if it is None or nan.
+
+    >>> percent_or_dash(0.9512), percent_or_dash(None)
+    ('95.12%', '-')
+    """
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits, or a dash if it is not defined."""
+    """Return a number with four significant digits, or a dash if it is None or not finite.
+
+    >>> number(12345.678), number(0.5), number(None)
+    ('12,346', '0.5000', '-')
+    """
     if value is None or not math.isfinite(value):
         return "-"
     digits = 3 - math.floor(math.log10(abs(value))) if value else 0
@@ -95,7 +103,7 @@ class EvaluationMetric:
 
     @property
     def key(self) -> str:
-        """Return the name as a key of a report."""
+        """Return the name as a key of a report, with ``_`` in place of ``-``."""
         return self.name.replace("-", "_")
 
     @property
@@ -119,7 +127,14 @@ class EvaluationMetric:
         return self.ends == SHARE
 
     def value(self, compared: Compared) -> float:
-        """Return the metric; nan if it is not defined. Raises ModelError if it is no number."""
+        """Return the metric; nan if it is not defined.
+
+        Args:
+            compared: predictions beside targets.
+
+        Raises:
+            ModelError: a program's metric returned something that is no number.
+        """
         result: Any = self.of(compared)
         if not hasattr(result, "__float__"):
             raise ModelError(
@@ -129,11 +144,15 @@ class EvaluationMetric:
         return float(result)
 
     def text(self, value: float | None) -> str:
-        """Return a value as a person reads it; a dash if it is not defined."""
+        """Return a value as a person reads it: a share in percent, others with four digits.
+
+        Args:
+            value: the metric; None or nan, which is not defined, becomes a dash.
+        """
         return percent_or_dash(value) if self.share else number(value)
 
     def better(self, value: float) -> float:
-        """Return a number that is larger for better values."""
+        """Return a number that is larger for better values: minus the value if lower is better."""
         return -value if self.lower else value
 
 
@@ -198,12 +217,12 @@ class Task(ABC):
 
     @property
     def headline(self) -> EvaluationMetric:
-        """EvaluationMetric that is shown unless another is chosen."""
+        """EvaluationMetric that is shown unless another is chosen: the first of :attr:`metrics`."""
         return self.metrics[0]
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Names of the metrics that can be released with noise."""
+        """Names of the metrics that can be released with noise; () if none can."""
         return tuple(metric.name for metric in self.metrics if metric.covered)
 
     @property
@@ -215,7 +234,12 @@ class Task(ABC):
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the task with these :attr:`facts`, which are of its kind."""
+        """Return the task with these facts, which are of its kind; the inverse of :attr:`facts`.
+
+        Args:
+            facts: "classes" and "target", as JSON values, and what a calibration found, if
+                anything.
+        """
         return cls(tuple(facts["classes"]))
 
     @property
@@ -236,7 +260,10 @@ class Task(ABC):
     @property
     @abstractmethod
     def code(self) -> str:
-        """Python expression for what is predicted, with ``{}`` for the network's outputs."""
+        """Python expression for what is predicted, with ``{}`` for the network's outputs.
+
+        It is in the model card, and uses methods of a torch tensor of shape (records, outputs).
+        """
 
     @property
     def probabilities_code(self) -> str:
@@ -250,11 +277,21 @@ class Task(ABC):
 
     @classmethod
     def fits(cls, loss: str) -> bool:
-        """Return whether a loss fits; its parameter follows a colon."""
+        """Return whether a loss is one of the task.
+
+        Args:
+            loss: name of a loss, whose parameter follows a colon, as in "quantile:0.9". The
+                parameter is not checked.
+        """
         return loss.partition(":")[0] in {name.partition(":")[0] for name in cls.losses}
 
     def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
-        """Return targets as a network learns them, of the dtype :attr:`target`."""
+        """Return targets as a network learns them, of the dtype :attr:`target`.
+
+        Args:
+            targets: targets as the records have them: numbers of classes, or numbers to predict,
+                shape (records,).
+        """
         return targets.astype(self.target)
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
@@ -275,11 +312,23 @@ class Task(ABC):
         return targets
 
     def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
-        """Return names of the outputs that the targets of test records say nothing about."""
+        """Return names of the outputs that the targets of test records say nothing about.
+
+        Args:
+            targets: encoded targets of all test records.
+
+        Returns:
+            Such as the classes that no test record has; () without any.
+        """
         return ()
 
     def examples(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """Return made-up outputs, shape (records, outputs), and their targets."""
+        """Return made-up outputs and encoded targets, to try losses and metrics on.
+
+        Returns:
+            Outputs, float32, shape (records, outputs), and targets of as many records; always the
+            same.
+        """
         shape = max(4, 2 * self.outputs), self.outputs
         outputs = np.random.RandomState(0).standard_normal(shape).astype(np.float32)
         if self.target == "int64":
@@ -287,29 +336,50 @@ class Task(ABC):
         return outputs, np.linspace(-1, 1, outputs.size, dtype=np.float32).reshape(shape)
 
     def cells(self, outputs: Outputs, targets: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the cell of each record in the histogram of a calibration, shape (records,).
+        """Return the cell of each record in the histogram of a calibration.
 
-        It is -1 for a record that is in none, and depends on no other record.
+        Args:
+            outputs: outputs of the network, shape (records, outputs).
+            targets: encoded targets of the same records.
+
+        Returns:
+            Cells from 0, int64, shape (records,); -1 for a record that is in none. A cell depends
+            on no
+            other record.
+
+        Raises:
+            ValueError: the task has no calibration.
         """
         raise ValueError(f"{self.kind} has no calibration")
 
     @property
     def cell_count(self) -> int:
-        """Number of cells of the histogram of a calibration."""
+        """Number of cells of the histogram of a calibration; 0 if the task has none."""
         return 0
 
     def calibrated(self, counts: NDArray[np.float64], noise: float, records: float) -> Self:
-        """Return the task with a calibration.
+        """Return a copy of the task with a calibration, which is post-processing of noisy counts.
 
         Args:
             counts: noisy counts of cells, shape (cells,).
             noise: standard deviation of the noise in each.
             records: public number of records or units that were counted, about.
+
+        Raises:
+            ValueError: the task has no calibration.
         """
         raise ValueError(f"{self.kind} has no calibration")
 
     def at(self, threshold: str) -> Self:
-        """Return the task with an operating point. Raises ValueError if it has none."""
+        """Return a copy of the task with an operating point.
+
+        Args:
+            threshold: text of ``--threshold``: "balanced", "sensitivity=0.9", "0.3" or
+                "most-likely".
+
+        Raises:
+            ValueError: the task has no operating points, or not this one.
+        """
         raise ValueError(f"{self.kind} has no operating points")
 
     def point_facts(self, epsilon: float) -> dict[str, Any] | None:
@@ -320,56 +390,90 @@ class Task(ABC):
         return None
 
     def adjusted(self, outputs: Any) -> Any:
-        """Return outputs as the default loss takes them: calibrated ones, if they are.
+        """Return outputs as the default loss takes them: calibrated, if the task has a calibration.
 
-        ``outputs`` are an array or a tensor, shape (records, outputs).
+        Args:
+            outputs: an array or a tensor, shape (records, outputs), which stays as it is.
         """
         return outputs
 
     @abstractmethod
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
-        """Return what outputs mean, in their shape; NaN if one contains NaN.
+        """Return what outputs mean, such as probabilities, in their shape; NaN if one contains NaN.
 
-        ``outputs`` are those of a network, float32 or float64, shape (records, outputs).
+        Args:
+            outputs: outputs of the network, float32 or float64, shape (records, outputs).
         """
 
     @abstractmethod
     def columns(self, outputs: Outputs) -> dict[str, Sequence[Any]]:
         """Return the columns that ``dpmac predict`` writes for outputs of a network.
 
-        One of them is "predicted".
+        Args:
+            outputs: outputs of the network, shape (records, outputs).
+
+        Returns:
+            Values by the name of the column, one per record. One column is "predicted", except of
+            language
+            models.
         """
 
     @abstractmethod
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
     ) -> Compared:
-        """Return predictions for outputs, shape (records, outputs), beside targets.
+        """Return predictions beside targets, from which metrics are computed.
 
-        ``owners`` is the index of each record's unit of privacy, shape (records,).
+        Args:
+            outputs: outputs of the network for test records, shape (records, outputs).
+            targets: their encoded targets.
+            owners: index of each record's unit of privacy, shape (records,).
         """
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
         """Return what each record adds to a covered score, and the most that it can add.
 
-        Integers from 0 to the second value, shape (records,). Raises ValueError if no metric can be
-        released with noise.
+        Args:
+            of: predictions beside targets.
+
+        Returns:
+            Integers from 0 to the second value, int64, shape (records,); and that value.
+
+        Raises:
+            ValueError: no metric of the task can be released with noise.
         """
         raise ValueError(f"{self.kind} has no covered score")
 
     def constant(self, of: Compared) -> dict[str, float]:
-        """Return what some metrics are for the best constant prediction, by their names."""
+        """Return what some metrics are for the best constant prediction, by name; {} for none.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         return {}
 
     def details(self, of: Compared) -> dict[str, Any]:
-        """Return further scores of a report and of ``dpmac eval --json``, as JSON values."""
+        """Return further scores of a report and of ``dpmac eval --json``, as JSON values by key.
+
+        Keys are among :attr:`reported`; {} without any.
+
+        Args:
+            of: predictions for test records beside their targets.
+        """
         return {}
 
     def remark(self, of: Compared, loss: str) -> tuple[str, bool] | None:
-        """Return a note on a model that was trained with a loss and is no better than a constant.
+        """Return a note on a model that is no better than a constant prediction.
 
-        It is what was measured, in sentences, and whether the outputs tell nothing, so that longer
-        training or less noise may help. None if there is nothing to note.
+        Args:
+            of: predictions for test records beside their targets.
+            loss: name of the loss that the model was trained with.
+
+        Returns:
+            What was measured, in one or more sentences, each with its full stop; and whether the
+            outputs
+            tell nothing, so that longer training or less noise may help. None if there is nothing
+            to note.
         """
         return None
 
@@ -390,10 +494,16 @@ Registered = TypeVar("Registered", bound=type[Task])
 
 
 def register_task(name: str) -> Callable[[Registered], Registered]:
-    """Register a class of tasks by its name, for ``--task``, with its losses and metrics.
+    """Return a decorator that registers a class of tasks with its losses and metrics.
+
+        @register_task("ordinal")
+        class Ordinal(Task): ...
 
     An earlier task of the name is replaced. A metric or loss of the name of an earlier one must be
     the same.
+
+    Args:
+        name: name of the task in commands, such as ``--task``, and in reports.
     """
 
     def register(kind: Registered) -> Registered:
@@ -411,22 +521,44 @@ def register_task(name: str) -> Callable[[Registered], Registered]:
 
 
 def is_loss_of_a_task(loss: str) -> bool:
-    """Return whether a loss is one of a task, not a user-supplied function."""
+    """Return whether a loss is one of a registered task, and not a user-supplied function.
+
+    Args:
+        loss: name of the loss, with its parameter after a colon, if it has one.
+    """
     return any(task.fits(loss) for task in TASKS.values())
 
 
 def is_labelled(task: str | None) -> bool:
-    """Return whether the records of a task have labels or numbers to predict; None if not asked."""
+    """Return whether the records of a task have labels or numbers to predict.
+
+    Args:
+        task: name of a registered task; None if none was asked for, whose records have labels.
+    """
     return task is None or TASKS[task].labelled
 
 
 def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
-    """Return the metric that a line of metrics.jsonl is about."""
+    """Return the metric that a line of metrics.jsonl is about.
+
+    Args:
+        line: the line as JSON values.
+
+    Returns:
+        The first headline metric of a task that the line has; without any, that of the first task.
+    """
     headlines = [task.metrics[0] for task in TASKS.values()]
     return next((metric for metric in headlines if metric.logged in line), headlines[0])
 
 
 def task_of(facts: Mapping[str, Any]) -> Task:
-    """Return the task that :attr:`Task.facts` describe."""
+    """Return the task that :attr:`Task.facts` describe: of classification without a target.
+
+    Args:
+        facts: "classes" and "target", and what a calibration found, as JSON values.
+
+    Raises:
+        KeyError: the task is not registered in this process.
+    """
     kind = (facts["target"] or {"kind": next(iter(TASKS))})["kind"]
     return TASKS[kind].of_facts(facts)
