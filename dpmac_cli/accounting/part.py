@@ -29,7 +29,14 @@ class Part(Account):
         return replace(self.alone(), earlier=self.earlier).__reduce__()
 
     def reserve(self, steps: int) -> None:
-        """Begin steps in the account of the records, which are taken later. See :meth:`begin`."""
+        """Begin steps in the account of the records, which are taken later. See :meth:`begin`.
+
+        Args:
+            steps: number of further steps to reserve.
+
+        Raises:
+            BudgetError, InputError, OSError: as for :meth:`begin`; then none is reserved.
+        """
         self.shared.begin(self.steps(steps))
         self.reserved += steps
 

@@ -203,12 +203,6 @@ def _session(
         stop: see :func:`dpmac_cli.release.train.train_plan`.
         data: records of the plan, or data on the device; None to read them.
         ranks: the processes of the run; None for one.
-
-    Raises:
-        InputError: the data, the device or the folder cannot be used, or records or weights are not
-            those that a resumed run began with.
-        BudgetError: the budget of a new run allows no step.
-        ModelError: the network cannot be trained.
     """
     device = choose_device(plan.settings.device, ranks)
     plan = plan.on(str(device))
