@@ -332,7 +332,10 @@ class Command:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """Send SIGTERM, after which the run ends its step and saves; a second one ends it at once."""
+        """Send SIGTERM, after which the run ends its step and saves.
+
+        A second one ends it at once.
+        """
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
