@@ -356,7 +356,12 @@ class Account:
         return replace(self.event, steps=count)
 
     def is_of_training(self, event: TrainingEvent) -> bool:
-        """Return whether an event is steps of the planned training, any number of them."""
+        """Return whether an event is steps of the planned training, any number of them.
+
+        Args:
+            event: an event, which has the noise, sampler and rate of the training if it is. False
+                in an account that plans no training.
+        """
         return self.event != NO_TRAINING and self.steps(event.steps) == event
 
     @property

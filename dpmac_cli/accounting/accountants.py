@@ -77,13 +77,22 @@ class Losses:
         return float(self.deltas(ENDLESS))
 
     def epsilon(self, delta: float) -> float:
-        """Return an upper bound of epsilon at a delta; infinite if delta is too small."""
+        """Return an upper bound of epsilon at a delta.
+
+        Args:
+            delta: delta in (0, 1). Below :attr:`least_delta`, epsilon is infinite.
+        """
         if delta <= self.rounding:
             return math.inf
         return float(self.computed.get_epsilon_for_delta(delta - self.rounding))
 
     def deltas(self, epsilons: Any) -> Any:
-        """Return upper bounds of delta at each epsilon, a float64 array if they are one."""
+        """Return upper bounds of delta at some epsilons.
+
+        Args:
+            epsilons: a float, or a float64 array of shape (epsilons,), which the result is then
+                too.
+        """
         if isinstance(epsilons, float):
             return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
         both = (self.computed._pmf_remove, self.computed._pmf_add)
@@ -290,7 +299,11 @@ def times_noise(events: Iterable[TrainingEvent], factor: float) -> tuple[Trainin
 
 
 def noiseless(events: Sequence[TrainingEvent]) -> bool:
-    """Return whether any part was trained without noise."""
+    """Return whether any part was trained without noise, so that epsilon is infinite.
+
+    Args:
+        events: events on the same records; False for none.
+    """
     return not all(event.noisy for event in events)
 
 

@@ -164,7 +164,11 @@ class TrainingEvent:
         return self.noise_multiplier > 0
 
     def with_noise_of(self, other: "TrainingEvent") -> "TrainingEvent":
-        """Return the event with the noise multiplier of another one."""
+        """Return a copy of the event with the noise multiplier of another one.
+
+        Args:
+            other: the event whose noise it gets.
+        """
         return replace(self, noise_multiplier=other.noise_multiplier)
 
     def signal(self, size: float) -> float:

@@ -44,6 +44,13 @@ class Part(Account):
         """Begin an event in the account of the records; of steps, a hundredth of all at once.
 
         Epochs of :class:`~dpmac_cli.RandomAllocation` begin as a whole.
+
+        Args:
+            event: the event. Steps that are reserved have begun there already.
+
+        Raises:
+            BudgetError, InputError, OSError: as for :meth:`begin` of that account; the event must
+                not begin.
         """
         if not self.is_of_training(event):
             self.shared.begin(event)

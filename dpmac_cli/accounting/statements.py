@@ -141,7 +141,14 @@ def unit_of(*, covered: bool, several: bool) -> str:
 
 
 def short(unit: str) -> str:
-    """Return a short name of a unit of privacy: "unit", "training record" or "record"."""
+    """Return a short name of a unit of privacy: "unit", "training record" or "record".
+
+    Args:
+        unit: the unit in words, such as :data:`COVERED_RECORD`.
+
+    >>> short(RECORD), short(COVERED_RECORD), short(UNIT)
+    ('training record', 'record', 'unit')
+    """
     return {RECORD: RECORD, COVERED_RECORD: "record"}.get(unit, "unit")
 
 

@@ -296,6 +296,9 @@ def waiting(quiet: bool, first: str = "") -> Iterator[None]:
 def print_result(text: str) -> None:
     """Print a result for a program and flush it. No line end is added.
 
+    Args:
+        text: the whole result, such as a line of JSON.
+
     Raises:
         OSError: the text cannot be written as a whole.
     """

@@ -68,7 +68,14 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, for reports: the model of a GPU, or "cpu"."""
+    """Return the name of a device, for reports.
+
+    Args:
+        device: a device of this machine.
+
+    Returns:
+        The model of a GPU, such as "NVIDIA A100-SXM4-40GB", or "cpu".
+    """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

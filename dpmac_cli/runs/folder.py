@@ -95,6 +95,9 @@ def is_published(run: Path) -> bool:
     """Return whether a run is published, as of its last step so far.
 
     It has a report and checksums. Whether the checksums fit is not checked.
+
+    Args:
+        run: folder of the run; False if it does not exist.
     """
     return (run / SUMS).exists() and (run / REPORT).exists()
 

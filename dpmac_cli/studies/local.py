@@ -291,6 +291,13 @@ def started_by(run: Run) -> list[str]:
 
     An optimizer of a program is registered by the import of its module, unless that is the script
     itself.
+
+    Args:
+        run: a run of a study.
+
+    Returns:
+        What stands between the interpreter and :func:`arguments`: ``-m dpmac_cli``, or a program
+        that imports the module first.
     """
     name = type(run.plan.optimizer).__module__
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -124,7 +124,13 @@ class Ranks:
         self._meet(dist.broadcast, tensor, 0)
 
     def least(self, number: int) -> int:
-        """Return the minimum over all ranks, which is the same at each. Raises RunError.
+        """Return the minimum over all ranks, which is the same at each.
+
+        Args:
+            number: whole number of this rank.
+
+        Raises:
+            RunError: a rank has stopped.
 
         >>> Ranks().least(3)
         3

@@ -266,7 +266,14 @@ def outputs_of(
 
 
 def on_cpu(logits: Tensor) -> Tensor:
-    """Return logits on the CPU in a dtype that NumPy has."""
+    """Return logits on the CPU in a dtype that NumPy has: bfloat16 and float16 become float32.
+
+    Args:
+        logits: outputs on any device, of any shape.
+
+    >>> on_cpu(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
     return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
 
 

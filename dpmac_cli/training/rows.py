@@ -345,14 +345,14 @@ class Column(ABC):
 
 
 class TensorColumn(Column):
-    """Rows of tensors."""
+    """Rows of tensors, each of which is copied to its row."""
 
     def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
         super().__init__(name, like, kind, count)
         self._shape, self._dtype, self._places = like.shape[1:], like.dtype, self.made.unbind()
 
     def put(self, place: int, value: Any) -> bool:
-        """Copy a tensor to its row."""
+        """Copy a tensor to its row; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             return self.put_alone(place, value)
         if value.dtype is not self._dtype or value.shape != self._shape:
@@ -369,7 +369,7 @@ class ScalarColumn(Column):
         self._dtype, self._numbers = like.dtype, list[Any]()
 
     def put(self, place: int, value: Any) -> bool:
-        """Note the number of a tensor."""
+        """Note the number of a tensor, whose place is that of the call; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             row = default_collate([value])
             if not isinstance(row, Tensor):
@@ -394,7 +394,7 @@ class NumberColumn(Column):
         self._shape, self._array = like.shape[1:], kind is np.ndarray
 
     def put(self, place: int, value: Any) -> bool:
-        """Write a number, or an array of the shape and type of the rows."""
+        """Write a number, or an array of the shape and type of the rows; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             return self.put_alone(place, value)
         if self._array and (value.shape != self._shape or value.dtype != self._places.dtype):
