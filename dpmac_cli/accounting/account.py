@@ -173,9 +173,15 @@ class Account:
 
     @staticmethod
     def open(path: str | Path) -> "Account":
-        """Open an account of :meth:`create`.
+        """Open an account of :meth:`create`, in this process or in another one.
 
-        Raises InputError if the file is missing, damaged, or none of an account.
+        The file is not locked: every event reads it again, see :meth:`begin`.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InputError: the file is missing, damaged, or none of an account.
         """
         return _opened(Path(path).resolve())
 
@@ -224,10 +230,16 @@ class Account:
         self.unit = unit
 
     def check(self, event: TrainingEvent) -> None:
-        """Raise BudgetError if an event would exceed the budget.
+        """Reject an event that would exceed the budget. Nothing is counted.
 
         The budget already covers the planned steps and what is planned after them. Anything else is
         within ``max_epsilon`` and ``target``, together with what has begun.
+
+        Args:
+            event: the event, or some steps of the planned training.
+
+        Raises:
+            BudgetError: it would exceed the budget.
         """
         if self.is_of_training(event):
             if event.steps > self.remaining:
@@ -250,14 +262,32 @@ class Account:
         self.affordable = events
 
     def cost(self, events: tuple[TrainingEvent, ...]) -> float:
-        """Return epsilon of some events on these records."""
+        """Return epsilon of some events on these records, at the account's delta.
+
+        With an order, here or earlier, events compose at the smallest of the orders.
+
+        Args:
+            events: events in any order, which need not have begun; () costs nothing.
+
+        Raises:
+            InputError: a noise multiplier is not supported.
+        """
         orders = [each.order for each in (*self.earlier, self) if each.order is not None]
         if not orders:
             return total_epsilon(events, self.delta)
         return epsilon_at_order(events, self.delta, min(orders))
 
     def record_before(self, event: TrainingEvent) -> None:
-        """Record an event, which is about to begin, where the account is kept."""
+        """Record an event, which is about to begin, where the account is kept.
+
+        :meth:`begin` calls it once the event is within the budget. In memory it does nothing.
+
+        Args:
+            event: the event.
+
+        Raises:
+            OSError: it cannot be written, so the event must not begin.
+        """
         if self.path is not None:
             self._store(self.path, self._others_with(event))
 
@@ -265,9 +295,10 @@ class Account:
         """Record exactly what has begun where the account is kept: here in memory."""
 
     def refresh(self) -> None:
-        """Read what other processes have begun in an account on disk.
+        """Read what other processes have begun in an account on disk; in memory, do nothing.
 
-        Raises InputError if the file is missing, damaged, another one's, or older than it was.
+        Raises:
+            InputError: the file is missing, damaged, another one's, or older than it was.
         """
         if self.path is None:
             return
@@ -314,11 +345,23 @@ class Account:
         content.write(path)
 
     def steps(self, count: int) -> TrainingEvent:
-        """Return the event of some steps of the planned training."""
+        """Return the event of some steps of the planned training. Nothing begins.
+
+        Args:
+            count: number of steps, from 0.
+
+        >>> Account(event=TrainingEvent(0.01, 1.0, 500)).steps(1).steps
+        1
+        """
         return replace(self.event, steps=count)
 
     def is_of_training(self, event: TrainingEvent) -> bool:
-        """Return whether an event is steps of the planned training."""
+        """Return whether an event is steps of the planned training, any number of them.
+
+        Args:
+            event: an event, which has the noise, sampler and rate of the training if it is. False
+                in an account that plans no training.
+        """
         return self.event != NO_TRAINING and self.steps(event.steps) == event
 
     @property
@@ -333,7 +376,7 @@ class Account:
 
     @property
     def limit(self) -> float:
-        """Epsilon that the planned steps keep to.
+        """Epsilon that the planned steps keep to; infinity without a limit.
 
         One that was calibrated for a target is within it as planned, so only a resumed one, which
         also counts the steps that were lost, has to keep to it.
@@ -342,7 +385,10 @@ class Account:
 
     @property
     def budget(self) -> float:
-        """Epsilon that the planned steps keep to once there are events that were not planned."""
+        """Epsilon that the planned steps keep to once there are events that were not planned.
+
+        Infinity without ``max_epsilon`` and without a target.
+        """
         return min(self.max_epsilon, self.target or math.inf)
 
     @property
@@ -352,12 +398,15 @@ class Account:
 
     @property
     def done(self) -> TrainingEvent:
-        """Return the event of the steps that have begun."""
+        """Return the event of the steps that have begun, which may be none."""
         return self.steps(self.begun - self.base)
 
     @property
     def own(self) -> tuple[TrainingEvent, ...]:
-        """Return the events that have begun, without earlier accounts."""
+        """Return the events that have begun, without earlier accounts; () if there are none.
+
+        An account on disk is read again for it, which raises InputError if that is not possible.
+        """
         self.refresh()
         return tuple(event for event in (self.done, *self.others) if event.steps)
 
@@ -368,7 +417,7 @@ class Account:
 
     @property
     def before(self) -> tuple[TrainingEvent, ...]:
-        """Return the events of earlier accounts."""
+        """Return the events of earlier accounts; () without."""
         return tuple(chain.from_iterable(account.own for account in self.earlier))
 
     @property
@@ -388,12 +437,18 @@ class Account:
 
     @property
     def epsilon(self) -> float:
-        """Return the privacy cost of all events that have begun."""
+        """Return the privacy cost of all events that have begun, earlier accounts included.
+
+        Infinity if one has no noise, and 0 if nothing has begun.
+        """
         return self.cost(self.events)
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee of all events that have begun."""
+        """Return the meaning of the guarantee of all events that have begun.
+
+        It is text to publish, in sentences.
+        """
         events = (*self.before, *self.own)
         if not events:
             return "Nothing was released of these records: epsilon is 0."
@@ -403,11 +458,21 @@ class Account:
 
     @property
     def on_choices(self) -> tuple[str, ...]:
-        """Return what holds for events that were chosen after results of earlier ones were seen."""
+        """Return sentences on events that were chosen after results of earlier ones were seen.
+
+        () for an account whose events are fixed beforehand.
+        """
         return () if self.order is None else (ADAPTIVE.format(self.target),)
 
     def bound(self, step: int) -> float:
-        """Return an upper bound of epsilon up to a step of the training, exact for its last one."""
+        """Return an upper bound of epsilon up to a step of the training, exact for its last one.
+
+        It is for a display of progress: computed on a coarse grid, at most the cost of all that is
+        planned.
+
+        Args:
+            step: step from ``base`` to ``end``.
+        """
         part = self.steps(step - self.base)
         cost = min(
             total_epsilon(self.planned, self.delta),
@@ -431,7 +496,10 @@ class Account:
         return (*self.earlier, self.alone()) if self.count else self.earlier
 
     def alone(self) -> "Account":
-        """Return a copy as it is now, in memory and without earlier accounts."""
+        """Return a copy as it is now, in memory and without earlier accounts.
+
+        It has the same number, so a network that carries both counts the events once.
+        """
         return Account(**{**self._values(), "earlier": (), "path": None, "affordable": ()})
 
     def _values(self) -> dict[str, Any]:
@@ -441,7 +509,8 @@ class Account:
     def shorten(self) -> None:
         """Limit the planned training to the steps that the budget allows, with what follows them.
 
-        Raises BudgetError if it allows no further step.
+        Raises:
+            BudgetError: it allows no further step.
         """
         self._shorten_to(self.limit)
 
@@ -474,7 +543,14 @@ class Account:
         return (*self.ranges, self.histogram)
 
     def check_counted(self, now: Iterable["Account"]) -> None:
-        """Raise ModelError if another account has begun more than this one counts of it."""
+        """Reject work on a network whose other accounts have begun more than this one counts.
+
+        Args:
+            now: accounts that the network carries as it is; this one among them is left out.
+
+        Raises:
+            ModelError: one has begun more than ``earlier`` has of it.
+        """
         counted = {account.number: account.count for account in self.earlier}
         for account in now:
             if account.number == self.number:
@@ -516,9 +592,15 @@ def _opened(path: Path) -> Account:
 
 
 def reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Account:
-    """Return an account on disk in another process, which counts at least some events.
+    """Return an account on disk in another process, as pickle does.
 
-    Raises InputError if the file is missing, damaged, another one's, or counts less.
+    Args:
+        path: the file.
+        number: number of the account.
+        others: events that it counted, at least, when it was pickled.
+
+    Raises:
+        InputError: the file is missing, damaged, another one's, or counts less.
     """
     account = replace(_opened(Path(path)), number=number, others=others)
     account.refresh()
@@ -526,5 +608,10 @@ def reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Accou
 
 
 def done(event: TrainingEvent, **values: Any) -> Account:
-    """Return an account in which an event has begun, all of it."""
+    """Return an account in memory in which an event has begun, all of it.
+
+    Args:
+        event: the event, as the planned training.
+        values: further fields of the account, by name.
+    """
     return Account(event=event, begun=event.steps, **values)

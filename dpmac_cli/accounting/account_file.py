@@ -44,13 +44,28 @@ class AccountFile(BaseModel):
     events: tuple[TrainingEvent, ...]
 
     def write(self, path: Path) -> None:
-        """Replace a file by this one, with sync. Raises OSError."""
+        """Replace a file by this one, with sync; only its owner can read it.
+
+        Args:
+            path: the file, which need not exist. Its lock is the caller's to hold: see
+                :func:`locked`.
+
+        Raises:
+            OSError: it cannot be written. The file before is unchanged.
+        """
         text = files.with_checksum("account", self.model_dump(mode="json"))
         files.write_atomically(path, text.encode(), files.PRIVATE_MODE)
 
 
 def read_account(path: Path) -> AccountFile:
-    """Return the content of a file. Raises InputError if it is missing, damaged, or another one."""
+    """Return the content of a file, after its checksum was compared.
+
+    Args:
+        path: the file. It is not locked for it, because files are replaced at once.
+
+    Raises:
+        InputError: it is missing, damaged, or another one.
+    """
     try:
         values = files.checked(path.read_bytes(), "account")
         return AccountFile.model_validate_json(json.dumps(values))
@@ -70,7 +85,15 @@ def read_account(path: Path) -> AccountFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of an account. Raises InputError if another process holds it for too long."""
+    """Hold the lock of an account within a context, against other processes.
+
+    Args:
+        path: file of the account, which need not exist. The lock is ``path`` with ``.lock`` at the
+            end.
+
+    Raises:
+        InputError: another process holds it for longer than :data:`PATIENCE` seconds.
+    """
     lock = FileLock(f"{path}.lock", timeout=PATIENCE, mode=files.PRIVATE_MODE)
     try:
         lock.acquire()

@@ -61,7 +61,12 @@ REMEMBERED = 4096
 
 @dataclass(frozen=True)
 class Losses:
-    """Pessimistic privacy loss distribution, with the rounding errors of its computation."""
+    """Pessimistic privacy loss distribution, with the rounding errors of its computation.
+
+    Attributes:
+        computed: the distribution of dp-accounting.
+        rounding: bound on the error of every delta.
+    """
 
     computed: Any  # of dp-accounting
     rounding: float  # bound on the error of every delta
@@ -72,13 +77,22 @@ class Losses:
         return float(self.deltas(ENDLESS))
 
     def epsilon(self, delta: float) -> float:
-        """Return an upper bound of epsilon at a delta; infinite if delta is too small."""
+        """Return an upper bound of epsilon at a delta.
+
+        Args:
+            delta: delta in (0, 1). Below :attr:`least_delta`, epsilon is infinite.
+        """
         if delta <= self.rounding:
             return math.inf
         return float(self.computed.get_epsilon_for_delta(delta - self.rounding))
 
     def deltas(self, epsilons: Any) -> Any:
-        """Return upper bounds of delta at each epsilon, a float64 array if they are one."""
+        """Return upper bounds of delta at some epsilons.
+
+        Args:
+            epsilons: a float, or a float64 array of shape (epsilons,), which the result is then
+                too.
+        """
         if isinstance(epsilons, float):
             return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
         both = (self.computed._pmf_remove, self.computed._pmf_add)
@@ -102,7 +116,11 @@ def _divergences(pmf: Any, epsilons: Any) -> Any:
 
 
 def accountant_name(accountant: str) -> str:
-    """Return the name of an accountant with its method and version."""
+    """Return the name of an accountant with its method and version, for a report.
+
+    Args:
+        accountant: a key of :data:`ACCOUNTANTS`.
+    """
     return f"{accountant} ({ACCOUNTANTS[accountant]}, dp-accounting {version('dp-accounting')})"
 
 
@@ -136,7 +154,14 @@ def total_epsilon(
 def used_accountant(
     events: tuple[TrainingEvent, ...], delta: float, accountant: str = DEFAULT_ACCOUNTANT
 ) -> str:
-    """Return the accountant that :func:`total_epsilon` is from: RDP at very small deltas."""
+    """Return the accountant that :func:`total_epsilon` is from: RDP at very small deltas.
+
+    Args:
+        events, delta, accountant: as for :func:`total_epsilon`, which raises the same errors.
+
+    Returns:
+        A key of :data:`ACCOUNTANTS`: ``accountant`` itself, unless RDP has the smaller cost.
+    """
     return _priced(events, delta, accountant, FINE)[1]
 
 
@@ -193,11 +218,12 @@ def epsilon_at_order(events: tuple[TrainingEvent, ...], delta: float, order: flo
     2021), where privacy loss distributions do not in general.
 
     Args:
-        events: events in any order.
+        events: events in any order; () costs 0.
         delta: delta in (0, 1).
         order: Renyi order above 1, such as that of :func:`order_for`.
 
-    Raises InputError if a noise multiplier is not supported.
+    Raises:
+        InputError: a noise multiplier is not supported.
     """
     parts = merged(events)
     if noiseless(parts):
@@ -239,7 +265,14 @@ def _only_errors(logger: logging.Logger) -> Iterator[None]:
 
 
 def check_noise(events: Sequence[TrainingEvent]) -> None:
-    """Raise InputError for a noise multiplier that no accountant supports."""
+    """Reject a noise multiplier that no accountant supports.
+
+    Args:
+        events: events with noise, of which each is checked.
+
+    Raises:
+        InputError: one is below :data:`~.events.SIGMA_MIN` or above :data:`~.events.SIGMA_MAX`.
+    """
     for event in events:
         if not SIGMA_MIN <= event.noise_multiplier <= SIGMA_MAX:
             raise InputError(
@@ -249,7 +282,15 @@ def check_noise(events: Sequence[TrainingEvent]) -> None:
 
 
 def times_noise(events: Iterable[TrainingEvent], factor: float) -> tuple[TrainingEvent, ...]:
-    """Return events with their noise times a factor, within the range that is supported."""
+    """Return events with their noise times a factor, within the range that is supported.
+
+    Args:
+        events: events with noise, which are not changed.
+        factor: factor above 0.
+
+    >>> [event.noise_multiplier for event in times_noise([TrainingEvent(0.1, 2.0, 1)], 1.5)]
+    [3.0]
+    """
     changed = []
     for event in events:
         sigma = min(max(event.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX)
@@ -258,13 +299,22 @@ def times_noise(events: Iterable[TrainingEvent], factor: float) -> tuple[Trainin
 
 
 def noiseless(events: Sequence[TrainingEvent]) -> bool:
-    """Return whether any part was trained without noise."""
+    """Return whether any part was trained without noise, so that epsilon is infinite.
+
+    Args:
+        events: events on the same records; False for none.
+    """
     return not all(event.noisy for event in events)
 
 
 @functools.lru_cache(maxsize=2)
 def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Losses:
-    """Return the pessimistic privacy loss distribution of at least one merged, noisy event."""
+    """Return the pessimistic privacy loss distribution of at least one merged, noisy event.
+
+    Args:
+        parts: events of one split, see :func:`~.events.merged` and :func:`~.events.by_records`.
+        widest: widest grid to which losses may be rounded up, such as :data:`FINE`.
+    """
     width = _width(parts, widest)
     computed = functools.reduce(lambda a, b: a.compose(b), [_part(e, width) for e in parts])
     return Losses(computed, ROUNDING * sum(event.compositions for event in parts))
@@ -320,7 +370,19 @@ def _repeated(pld: Any, times: int) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def delta_curve(parts: tuple[TrainingEvent, ...]) -> Curve:
-    """Return a grid of epsilons from 0, and upper bounds on delta at each, for merged events."""
+    """Return a grid of epsilons from 0, and upper bounds on delta at each, for merged events.
+
+    Without noise, every delta is 1.
+
+    Args:
+        parts: events on the same records, see :func:`~.events.merged`.
+
+    Returns:
+        Two float64 arrays of equal shape; the deltas never rise.
+
+    Raises:
+        InputError: a noise multiplier is not supported.
+    """
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, EPSILONS))
     if noiseless(parts):
         return epsilons, np.ones_like(epsilons)
@@ -342,7 +404,9 @@ def type_two_errors(curve: Curve, thinning: int = 1) -> Callable[[float], float]
     and Zhou 2010; Dong, Roth and Su 2022). Each is a valid bound, so the maximum over a grid is a
     bound, too.
 
-    With ``thinning``, only every k-th grid point is used, which is faster but less tight.
+    Args:
+        curve: epsilons and deltas, see :func:`delta_curve`.
+        thinning: k, if only every k-th grid point is used, which is faster but less tight.
     """
     epsilons, deltas = (values[::thinning] for values in curve)
     factors, likely = np.exp(epsilons), 1 - deltas

@@ -49,7 +49,17 @@ BEYOND = 1e-14
 
 @dataclass(frozen=True)
 class Ratios:
-    """Likelihood ratio of an epoch, spread over an even grid."""
+    """Likelihood ratio of an epoch, spread over an even grid.
+
+    :func:`likelihood_ratios` returns it.
+
+    Attributes:
+        at: ratios, increasing; shape (points,).
+        without: probability of each ratio under Q, without the record; shape (points,).
+        with_record: probability of each ratio under P, with the record; shape (points,).
+        lost_without: bound on the probability outside the grid under Q.
+        lost_with: bound on the probability outside the grid under P.
+    """
 
     at: Float64Array  # ratios, increasing; shape (points,)
     without: Float64Array  # probability of each ratio under Q, without the record; shape (points,)
@@ -58,7 +68,11 @@ class Ratios:
     lost_with: float  # the same under P
 
     def deltas(self, epsilons: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return upper bounds of delta at each epsilon: P against Q, and Q against P."""
+        """Return upper bounds of delta at each epsilon: P against Q, and Q against P.
+
+        Args:
+            epsilons: of either sign, shape (epsilons,), which is that of both results.
+        """
         factors = np.exp(epsilons)
         above = np.searchsorted(self.at, factors, side="right")
         remove = _from(self.with_record)[above] - factors * _from(self.without)[above]
@@ -196,7 +210,12 @@ def _wrapped(masses: Float64Array, width: float, t: int, size: int) -> float:
 
 
 def gaussian_deltas(sigma: float, epsilons: Float64Array) -> Float64Array:
-    """Return delta of one Gaussian mechanism at each epsilon (Balle and Wang 2018, Theorem 8)."""
+    """Return delta of one Gaussian mechanism at each epsilon (Balle and Wang 2018, Theorem 8).
+
+    Args:
+        sigma: noise multiplier, above 0.
+        epsilons: of either sign, shape (epsilons,), which is that of the result.
+    """
     more, less = 0.5 / sigma - epsilons * sigma, -0.5 / sigma - epsilons * sigma
     deltas: Float64Array = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
     return deltas

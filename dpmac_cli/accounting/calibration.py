@@ -45,9 +45,15 @@ def calibrate_noise(
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
-    The event's noise multiplier is ignored. ``target`` is an epsilon > 0, which also covers
-    ``earlier`` events on the same records; for other arguments see
-    :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+    Args:
+        event: steps of the training, whose noise multiplier is ignored.
+        delta: delta in (0, 1).
+        target: epsilon > 0 that the event and ``earlier`` ones keep to together.
+        accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+        earlier: further events on the same records, with their own noise.
+
+    Returns:
+        A multiple of 1e-5; :data:`~.events.SIGMA_MIN` for an event without steps.
 
     Raises:
         BudgetError: no noise multiplier up to 10,000 meets the target.
@@ -105,6 +111,11 @@ def noise_of_share(epsilon: float, delta: float, share: float) -> float:
     Phi(-mu / 2 - epsilon / mu)`` (Dong, Roth and Su 2022, Corollary 1). Squares of mu add up, and
     that of a mechanism is 1 / sigma^2. So ``sigma = 1 / (mu sqrt(share))``, rounded up to the grid
     of noise multipliers.
+
+    Args:
+        epsilon: epsilon > 0 of the budget.
+        delta: delta of the budget, in (0, 1).
+        share: share of mu^2, from above 0 to 1.
     """
     (low, high), epsilon = MU_ENDS, min(epsilon, LARGEST_EPSILON)
     for _ in range(HALVINGS):
@@ -170,7 +181,11 @@ def affordable_steps(
             end.
         price: epsilon of events, by default :func:`total_epsilon`.
 
-    Raises BudgetError if the first step costs more.
+    Returns:
+        T, at least 1, or 0 for an event without steps.
+
+    Raises:
+        BudgetError: the first step costs more.
     """
 
     def cost(steps: int) -> float:
@@ -198,10 +213,15 @@ def longest_run(
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    ``event`` has any number of steps of the run, and ``budget`` is an epsilon > 0, which also pays
-    for ``others``; for other arguments see
-    :func:`~dpmac_cli.accounting.accountants.total_epsilon`. Raises BudgetError if the first step
-    costs more.
+    Args:
+        event: some steps of the run, whose number is ignored.
+        delta: delta in (0, 1).
+        budget: epsilon > 0 of the run and ``others`` together.
+        accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+        others: further events on the same records.
+
+    Raises:
+        BudgetError: the first step costs more.
     """
 
     def cost(steps: int, by: str = accountant) -> float:

@@ -160,22 +160,36 @@ class TrainingEvent:
 
     @property
     def noisy(self) -> bool:
-        """Return whether its mechanisms add noise."""
+        """Return whether its mechanisms add noise; without, its privacy cost is infinite."""
         return self.noise_multiplier > 0
 
     def with_noise_of(self, other: "TrainingEvent") -> "TrainingEvent":
-        """Return the event with the noise multiplier of another one."""
+        """Return a copy of the event with the noise multiplier of another one.
+
+        Args:
+            other: the event whose noise it gets.
+        """
         return replace(self, noise_multiplier=other.noise_multiplier)
 
     def signal(self, size: float) -> float:
-        """Return ``steps`` equal sums of norm ``size`` over the noise in their total.
+        """Return T equal sums of some norm over the noise in their total.
 
         That noise has standard deviation sigma sqrt(T). Infinite without noise.
+
+        Args:
+            size: norm of one sum.
+
+        >>> TrainingEvent(0.01, 2.0, 100).signal(1.0)
+        5.0
         """
         return size * math.sqrt(self.steps) / self.noise_multiplier if self.noisy else math.inf
 
     def first(self, steps: int) -> "TrainingEvent":
-        """Return the event of the first ``steps`` steps."""
+        """Return the event of the first steps, which may also be more than it has.
+
+        Args:
+            steps: number of steps.
+        """
         return replace(self, steps=steps)
 
     def dp_event(self) -> Any:
@@ -192,7 +206,8 @@ class TrainingEvent:
 def score_event(noise_multiplier: float) -> TrainingEvent:
     """Return the event of one score of the test records, released with Gaussian noise.
 
-    ``noise_multiplier`` is the standard deviation of the noise over the sensitivity of the score.
+    Args:
+        noise_multiplier: standard deviation of the noise over the sensitivity of the score.
     """
     return TrainingEvent(1.0, noise_multiplier, 1, records="test")
 
@@ -200,9 +215,10 @@ def score_event(noise_multiplier: float) -> TrainingEvent:
 def histogram_event(noise_multiplier: float, sampling_rate: float = 1.0) -> TrainingEvent:
     """Return the event of one histogram of the training records with Gaussian noise.
 
-    ``noise_multiplier`` is the standard deviation of the noise of a count over the sensitivity of
-    all counts: see :class:`~dpmac_cli.dp.histogram.NoisyHistogram`. Each record is counted with
-    probability ``sampling_rate``, in secret.
+    Args:
+        noise_multiplier: standard deviation of the noise of a count over the sensitivity of all
+            counts: see :class:`~dpmac_cli.dp.histogram.NoisyHistogram`.
+        sampling_rate: probability with which each record is counted, in secret.
     """
     return TrainingEvent(sampling_rate, noise_multiplier, 1, histogram=True)
 
@@ -211,6 +227,12 @@ def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ..
     """Group events by the split that they used.
 
     No record is in both splits, so the total privacy cost is that of the most expensive group.
+
+    Args:
+        events: events in any order.
+
+    Returns:
+        One tuple of events for each split that was used; () without events.
     """
     splits: dict[str, list[TrainingEvent]] = {}
     for event in events:
@@ -223,10 +245,15 @@ def merged(
 ) -> tuple[TrainingEvent, ...]:
     """Return events with those of equal mechanisms in one, in the order of the first of each.
 
+    Events without steps are left out.
+
     Args:
         events: events on the same records.
         counted: what is added up: "compositions", in which an epoch that has begun counts as a
             whole, for a privacy cost; or "steps", to say what was done.
+
+    >>> [event.steps for event in merged([TrainingEvent(0.1, 1.0, 2), TrainingEvent(0.1, 1.0, 3)])]
+    [5]
     """
     counts: dict[TrainingEvent, int] = {}
     for event in events:
@@ -240,7 +267,12 @@ def merged(
 def without(
     events: Iterable[TrainingEvent], others: Iterable[TrainingEvent]
 ) -> tuple[TrainingEvent, ...]:
-    """Return events without others, each of which takes away one of those that equal it."""
+    """Return events without others, each of which takes away one of those that equal it.
+
+    Args:
+        events: events, whose order stays.
+        others: events to take away. One that equals none is ignored.
+    """
     remaining = list(events)
     for event in others:
         if event in remaining:
@@ -249,6 +281,14 @@ def without(
 
 
 def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> bool:
-    """Return whether there are at least as many steps of each mechanism as in other events."""
+    """Return whether there are at least as many steps of each mechanism as in other events.
+
+    Args:
+        more: events that are to count at least as much.
+        fewer: the other events; () is always covered.
+
+    >>> covers([TrainingEvent(0.1, 1.0, 5)], [TrainingEvent(0.1, 1.0, 2)])
+    True
+    """
     counts = {replace(event, steps=0): event.steps for event in merged(more)}
     return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))

@@ -29,7 +29,14 @@ class Part(Account):
         return replace(self.alone(), earlier=self.earlier).__reduce__()
 
     def reserve(self, steps: int) -> None:
-        """Begin steps in the account of the records, which are taken later. See :meth:`begin`."""
+        """Begin steps in the account of the records, which are taken later. See :meth:`begin`.
+
+        Args:
+            steps: number of further steps to reserve.
+
+        Raises:
+            BudgetError, InputError, OSError: as for :meth:`begin`; then none is reserved.
+        """
         self.shared.begin(self.steps(steps))
         self.reserved += steps
 
@@ -37,6 +44,13 @@ class Part(Account):
         """Begin an event in the account of the records; of steps, a hundredth of all at once.
 
         Epochs of :class:`~dpmac_cli.RandomAllocation` begin as a whole.
+
+        Args:
+            event: the event. Steps that are reserved have begun there already.
+
+        Raises:
+            BudgetError, InputError, OSError: as for :meth:`begin` of that account; the event must
+                not begin.
         """
         if not self.is_of_training(event):
             self.shared.begin(event)

@@ -16,7 +16,13 @@ FIRST = 5
 
 
 def overflow_of(delta: float) -> float:
-    """Return the probability that a composition has too few places, with a guarantee at delta."""
+    """Return the probability that a composition has too few places, with a guarantee at delta.
+
+    It is a small share of delta, at most :data:`~.events.MOST_OVERFLOW`.
+
+    Args:
+        delta: delta of the guarantee, in (0, 1).
+    """
     return min(OVERFLOW * delta, MOST_OVERFLOW)
 
 
@@ -51,6 +57,11 @@ def log_tail(count: int, rate: float, least: int) -> float:
 
     From one number to the next, the probability shrinks by a factor that shrinks, too, so the tail
     is at most a geometric series.
+
+    Args:
+        count: number of trials of X.
+        rate: probability of each, above 0.
+        least: number from which on X counts; -inf is returned if X cannot be so large.
     """
     if rate == 1 or least > count:
         return 0.0 if least <= count else -math.inf

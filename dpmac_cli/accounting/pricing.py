@@ -26,10 +26,14 @@ SMALL_DELTA = 1e-7
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A privacy cost, and what it is of. Values that differ between parts are None.
+    """A privacy cost, and what it is of, as :func:`price` returns it.
+
+    Properties that differ between the events of training are None.
 
     Attributes:
         events: one event per part.
+        epsilon: the privacy cost; infinite without noise.
+        delta: delta of that epsilon.
         accountant: accountant that epsilon is from, see
             :func:`~dpmac_cli.accounting.accountants.used_accountant`.
         unit: unit of privacy, in words.
@@ -84,7 +88,7 @@ class Row:
 
     @property
     def epochs(self) -> float | None:
-        """Return the same in epochs of ceil(n/B) steps."""
+        """Return the number of epochs of ceil(n/B) steps; None if the sampling rates differ."""
         return None if self.sampling_rate is None else self.steps / self.trained[-1].steps_per_epoch
 
     @property
@@ -110,11 +114,13 @@ def price(
     Args:
         events: events of all trainings.
         delta: delta in (0, 1).
-        accountant: a key of :data:`~dpmac_cli.accounting.accountants.ACCOUNTANTS`.
+        accountant: a key of :data:`~dpmac_cli.accounting.accountants.ACCOUNTANTS`. A search is
+            always by the default one.
         unit: unit of privacy, in words.
         search: search whose best trial the events are; None if there was none.
 
-    Raises InputError if a noise multiplier is not supported.
+    Raises:
+        InputError: a noise multiplier is not supported.
     """
     if search is None:
         epsilon, used = total_epsilon(events, delta, accountant), accountant
@@ -131,6 +137,11 @@ def price(
 
 
 def accountant_note(events: tuple[TrainingEvent, ...], delta: float) -> Iterator[str]:
-    """Yield a note if epsilon is from RDP because delta is too small for the default accountant."""
+    """Yield a note if epsilon is from RDP because delta is too small for the default accountant.
+
+    Args:
+        events: events on the same records.
+        delta: delta in (0, 1).
+    """
     if delta < SMALL_DELTA and used_accountant(events, delta) != DEFAULT_ACCOUNTANT:
         yield BY_RDP.format(format_epsilon(delta))

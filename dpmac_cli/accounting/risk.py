@@ -108,7 +108,10 @@ class Risk:
         return f"{who} detects a given {unit} with probability at most {most}."
 
     def values(self) -> dict[str, Any]:
-        """Return the bounds as JSON values, as in a report; infinity becomes null."""
+        """Return the bounds as JSON values, as in a report; infinity becomes null.
+
+        Keys are the names of the attributes.
+        """
         values: dict[str, Any] = TypeAdapter(Risk).dump_python(self, mode="json")
         return values
 
@@ -136,16 +139,27 @@ def assess_risk(
 
 
 def trade_off(done: Done, alphas: Iterable[float]) -> Any:
-    """Return lower bounds on the type II error at some type I errors, a float64 array."""
+    """Return lower bounds on the type II error at some type I errors, a float64 array.
+
+    Args:
+        done: events that all were released, or a search.
+        alphas: type I errors (false positive rates), from 0 to 1.
+
+    >>> trade_off((TrainingEvent(1.0, 1.0, 1),), [0.0, 1.0]).round(2).tolist()
+    [1.0, 0.0]
+    """
     beta = type_two_errors(_curve(done))
     return np.array([beta(alpha) for alpha in alphas])
 
 
 def gaussian_mu(done: Done) -> float:
-    """Return the smallest mu of Gaussian DP, see :class:`Risk`.
+    """Return the smallest mu of Gaussian DP, see :class:`Risk`; infinite if there is none.
 
     Between neighbours of the grid, delta(epsilon) is at most that of the first, and delta of
     mu-Gaussian DP at least that of the second.
+
+    Args:
+        done: events that all were released, or a search.
     """
     epsilons, deltas = _curve(done)
     count = int((deltas >= least_delta(done)).sum())
@@ -163,7 +177,11 @@ def gaussian_mu(done: Done) -> float:
 
 
 def least_delta(done: Done) -> float:
-    """Return the smallest delta for which :func:`gaussian_mu` holds."""
+    """Return the smallest delta for which :func:`gaussian_mu` holds.
+
+    Args:
+        done: events that all were released, or a search.
+    """
     _, deltas = _curve(done)
     beyond = float(deltas[-1])  # at an epsilon that no loss reaches, or the loss of no noise
     return max(LEAST_DELTA, 2 * beyond if beyond < 0.5 else 0.0)
@@ -184,5 +202,9 @@ def _attack(alpha: float, beta: float) -> Attack:
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a percentage with four digits, rounded up."""
+    """Return a fraction as a percentage with four digits, rounded up.
+
+    >>> percent(0.012345)
+    '1.235%'
+    """
     return f"{format_epsilon(100 * share)}%"

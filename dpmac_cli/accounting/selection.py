@@ -87,12 +87,19 @@ class Trials:
         return _limited(self.log_weight, self.most)
 
     def slope(self, q: Any) -> Any:
-        """Return g(q) = E K q^(K-1) for a float64 array with values in [0, 1]."""
+        """Return g(q) = E K q^(K-1), the derivative of the generating function of K.
+
+        Args:
+            q: float64 array with values in [0, 1], whose shape the result has.
+        """
         weights = self.probabilities * np.arange(1, self.most + 1)
         return np.polynomial.polynomial.polyval(q, weights)
 
     def draw(self) -> int:
-        """Return a secret number of trials, from the operating system's secure random numbers."""
+        """Return a secret number of trials, from the operating system's secure random numbers.
+
+        It is from 1 to ``most``. Draw it once for a search, and show it to nobody.
+        """
         shares = np.cumsum(self.probabilities)
         place = np.searchsorted(shares, secrets.SystemRandom().random() * shares[-1], "right")
         return int(min(place + 1, len(shares)))
@@ -100,6 +107,12 @@ class Trials:
 
 def trials_of(mean: float) -> Trials:
     """Return the distribution with this mean, limited to four times the mean.
+
+    Args:
+        mean: mean number of trials, from :data:`LEAST_MEAN` to :data:`MOST_MEAN`.
+
+    Raises:
+        InputError: the mean is out of these bounds.
 
     >>> trials_of(10)
     Trials(mean=10, most=40)
@@ -151,13 +164,25 @@ class Search:
         return any(accountants.noiseless(events) for events in self.candidates)
 
     def trial_epsilon(self, delta: float) -> float:
-        """Return epsilon of one trial, the largest of all candidates."""
+        """Return epsilon of one trial, the largest of all candidates.
+
+        Args:
+            delta: delta in (0, 1).
+
+        Raises:
+            InputError: a noise multiplier is not supported.
+        """
         return max(accountants.total_epsilon(events, delta) for events in self.candidates)
 
     def epsilon(self, delta: float) -> float:
         """Return epsilon of the whole search: of everything that is learnt from it.
 
-        Raises InputError if a noise multiplier is not supported.
+        Args:
+            delta: delta in (0, 1), of which a trial has a part: delta over the mean number of
+                trials.
+
+        Raises:
+            InputError: a noise multiplier is not supported.
         """
         return self.surcharge + self.trial_epsilon(delta / self.trials.mean)
 

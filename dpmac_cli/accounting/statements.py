@@ -26,7 +26,11 @@ SEED_GIVEN = (
 
 
 def common(values: Iterable[float]) -> float | None:
-    """Return the common value of all items, or None."""
+    """Return the common value of all items; None if they differ, or without any.
+
+    >>> common([1.0, 1.0]), common([1.0, 2.0]), common([])
+    (1.0, None, None)
+    """
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
 
@@ -34,7 +38,8 @@ def common(values: Iterable[float]) -> float | None:
 def format_epsilon(epsilon: float | None) -> str:
     """Return four digits, rounded up, so a cost is never understated.
 
-    None is infinity, as in JSON.
+    Args:
+        epsilon: the cost; None is infinity, as in JSON.
 
     >>> format_epsilon(2.99991), format_epsilon(None)
     ('3', 'infinite')
@@ -51,6 +56,10 @@ def format_epsilon(epsilon: float | None) -> str:
 
 def cost_in_words(epsilon: float | None, delta: float) -> str:
     """Return a privacy cost in words.
+
+    Args:
+        epsilon: the cost, which is rounded up; None is infinity.
+        delta: its delta.
 
     >>> cost_in_words(3, 1e-5)
     'epsilon 3 at delta 1e-05'
@@ -122,6 +131,9 @@ def unit_of(*, covered: bool, several: bool) -> str:
     Args:
         covered: whether scores are covered, and so test records, too.
         several: whether a unit may have several records.
+
+    >>> unit_of(covered=True, several=False)
+    'training or test record'
     """
     if covered:
         return COVERED_UNIT if several else COVERED_RECORD
@@ -129,12 +141,24 @@ def unit_of(*, covered: bool, several: bool) -> str:
 
 
 def short(unit: str) -> str:
-    """Return a short name of a unit of privacy: "unit", "training record" or "record"."""
+    """Return a short name of a unit of privacy: "unit", "training record" or "record".
+
+    Args:
+        unit: the unit in words, such as :data:`COVERED_RECORD`.
+
+    >>> short(RECORD), short(COVERED_RECORD), short(UNIT)
+    ('training record', 'record', 'unit')
+    """
     return {RECORD: RECORD, COVERED_RECORD: "record"}.get(unit, "unit")
 
 
 def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
-    """Return the meaning of (epsilon, delta)-differential privacy."""
+    """Return the meaning of (epsilon, delta)-differential privacy, in one sentence.
+
+    Args:
+        epsilon, delta: as they are written in it: rounded numbers, or names.
+        unit: unit of privacy in words, such as :data:`RECORD`.
+    """
     return (
         f"Adding or removing any one {unit} changes the probability of anything that the model "
         f"and its report may show by a factor of at most e^{epsilon}, except with probability "

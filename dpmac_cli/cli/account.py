@@ -54,7 +54,11 @@ READABLE = (
 
 
 class AccountFlags(Question, frozen=True):
-    """Flags of the command: the question, and what is printed or drawn of the answer."""
+    """Flags of the command: the question, and what is printed or drawn of the answer.
+
+    An instance is validated when it is made: :func:`~dpmac_cli.config.flags.valid` reports all
+    faults of the flags together. The question alone is in :class:`Question`.
+    """
 
     risk: StrictBool = False
     """Also show bounds on what an attacker can learn."""
@@ -65,10 +69,11 @@ class AccountFlags(Question, frozen=True):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude or need each other.
+        """Yield the faults of flags that exclude or need each other; nothing if there are none.
 
         Args:
-            values: the flags that were typed, by name.
+            values: the flags that were typed, by name with underscores ("dataset_size"). A flag
+                that was not typed is not among them, whatever its default.
         """
         yield from super().contradictions(values)
         yield from lonely(values, {"plot": ("risk",)})
@@ -161,13 +166,17 @@ def _faults_beside_account(typed: Sequence[str]) -> Iterator[str]:
 
 
 def account_file(path: Path) -> Path | None:
-    """Return the file of an account on disk; None for a run.
+    """Return the file of an account on disk; None if the path is of a run.
+
+    A run is recognized by its report or its settings. Whether those are valid is not checked here.
 
     Args:
-        path: the file itself, the folder of a silo, or something of a run.
+        path: the ``.json`` file of an account, the folder of a silo (see
+            :mod:`dpmac_cli.silo.silo`), the folder of a run, or the report in it.
 
     Raises:
-        InputError: there is nothing at the path that the command reads.
+        InputError: there is nothing at the path that the command reads, or the account of a silo
+            is missing or cannot be read.
     """
     if not path.is_dir():
         if not path.exists():
@@ -262,15 +271,20 @@ def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
 
 
 def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
-    """Recompute the privacy cost of a run from its report.
+    """Recompute the privacy cost of a run from the events in its report.
+
+    The second and third value are at the run's own delta, also if ``flags`` ask for another one, so
+    they can be compared with each other.
 
     Args:
-        path: a run folder, or a report.
-        flags: flags, of which :data:`BESIDE_A_RUN` are used.
+        path: a run folder, or a report.json.
+        flags: flags, of which :data:`BESIDE_A_RUN` are used. A delta that was not typed is that of
+            the run.
 
     Returns:
-        Rows for the requested delta and accountants, the epsilon in the report, and the correct
-        one.
+        A tuple of the rows, one for each accountant that the flags name; the epsilon that the
+        report states, which is infinite for a run without privacy; and the correct one, computed
+        from the events. Comparing them is up to the caller.
 
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
@@ -313,11 +327,15 @@ def _judge(stored: float, correct: float) -> None:
 
 
 def account_notes(row: Row, accountant: str) -> Iterator[str]:
-    """Yield notes on what is legal, but probably not what was meant.
+    """Yield notes on what is legal, but probably not what was meant; nothing if there is none.
+
+    Such are a delta that is large for the number of records, and one that is too small for the
+    default accountant, so that epsilon is by RDP.
 
     Args:
-        row: a privacy cost.
-        accountant: the value of ``--accountant``.
+        row: a privacy cost. Without a number of records, its delta is not judged.
+        accountant: the value of ``--accountant``: a name of
+            :data:`~dpmac_cli.accounting.accountants.ACCOUNTANTS`, or "all".
     """
     if row.dataset_size is not None:
         yield from delta_note(row.delta, row.dataset_size)
@@ -326,11 +344,18 @@ def account_notes(row: Row, accountant: str) -> Iterator[str]:
 
 
 def _with_risk(row: Row) -> Row:
+    """Return a row with bounds on what an attacker can learn.
+
+    Without a number of records, they are those of a dataset of one record.
+    """
     return replace(row, risk=assess_risk(row.done, row.dataset_size or 1, row.unit))
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """Return a row as JSON values; infinity becomes null."""
+    """Return a row as JSON values, by the names in :data:`IN_JSON` and a few more.
+
+    Infinity becomes None. "risk" and "search" are absent where a row has neither.
+    """
     values: dict[str, Any] = {"epsilon": finite_or_none(row.epsilon)}
     for name in IN_JSON:
         values[name] = getattr(row, name)
@@ -369,7 +394,12 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
 
 
 def _print_risk(out: Console, risk: Risk) -> None:
-    """Print bounds on attacks as a table, and other bounds below."""
+    """Print bounds on attacks as a table, and other bounds below.
+
+    Args:
+        out: the console for results.
+        risk: the bounds. Without noise there are none: only the statement that says so is printed.
+    """
     out.print(Text(f"\n{risk.statement}", style="bold"))
     if risk.noiseless:
         return
@@ -397,12 +427,14 @@ COLUMNS_OF_RISK = (
 
 
 def _rate(row: Row) -> str:
+    """Return the sampling rate of a row in words; "" where it has none."""
     if row.events[0].sampling.once_an_epoch:
         return f"each record in one of every {row.events[0].steps_per_epoch} steps"
     return "" if row.sampling_rate is None else f"{row.sampling_rate:.6g}"
 
 
 def _search(row: Row) -> str:
+    """Return the numbers of trials of a search, and the epsilon of each; "" for one training."""
     if row.search is None:
         return ""
     mean, most = row.search.trials.mean, row.search.trials.most

@@ -40,13 +40,13 @@ COMMANDS: Mapping[str, str] = {
 
 
 def load_command(name: str) -> TyperCommand:
-    """Import a command.
+    """Import the module of a command, and return the command with all of its options.
 
     Args:
-        name: name of the command, a key of :data:`COMMANDS`.
+        name: name of the command, a key of :data:`COMMANDS`, such as "eval".
 
-    Returns:
-        The command with all of its options.
+    Raises:
+        ModuleNotFoundError: a package that the command always needs is not installed.
     """
     from dpmac_cli.cli.options import built  # noqa: PLC0415  (help need not wait for it)
 
@@ -60,9 +60,10 @@ def load_command(name: str) -> TyperCommand:
 
 
 class Commands(TyperGroup):
-    """The commands, by their summaries until one of them is called.
+    """The group of all commands, which knows them by their summaries until one of them is called.
 
     So help, completion and messages about misspelt commands import no module of a command.
+    click calls its methods.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,12 +73,26 @@ class Commands(TyperGroup):
         }
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with their whole summaries, which typer would cut."""
+        """Write the commands with their whole summaries, which typer would cut.
+
+        Args:
+            ctx: context of the call, a ``click.Context``.
+            formatter: where it is written, a ``click.HelpFormatter``.
+        """
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command and the arguments that are left; import the command."""
+        """Find the command that was typed, and import its module.
+
+        Args:
+            ctx: context of the call, a ``click.Context``.
+            args: words after ``dpmac``, of which the first names the command.
+
+        Returns:
+            Its name, the command and the words after it. Name and command are None if completion
+            asks about a name that there is not; otherwise click ends with a usage error.
+        """
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load_command(command.name or ""), rest
 
@@ -104,5 +119,9 @@ def callback(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Parse global options."""
+    """Parse global options, before a command.
+
+    Args:
+        version: handled by its own callback, which prints the version and exits.
+    """
     del version

@@ -200,7 +200,7 @@ def _carry_out(
 
 
 def _commands(grid: Grid) -> Iterator[str]:
-    """Yield the command of each run that is not finished, for a shell."""
+    """Yield the command of each run that is not finished, quoted for a shell."""
     for run in unfinished(grid):
         yield shlex.join(["dpmac", *local.arguments(run, run.plan.settings.device)])
 
@@ -225,6 +225,8 @@ class StudyDisplay:
     """A line per finished run and, on a terminal, bars below them.
 
     There is a bar for each run in training, and one for the steps of all runs with the time left.
+    It is for one call of the command: :meth:`show` takes each look in turn, and :meth:`close` ends
+    it.
     """
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[Run]) -> None:
@@ -256,8 +258,10 @@ class StudyDisplay:
         """Print a line for each run that has ended, and update the bars.
 
         Args:
-            look: the runs in training, and those that have ended since the last look.
-            stopping: whether the user has asked the study to stop.
+            look: the runs in training, and those that have ended since the last look. A run that
+                neither failed nor finished, because it was interrupted, has no line.
+            stopping: whether the user has asked the study to stop. The first time, this is
+                confirmed.
         """
         if stopping and not self._stopping:
             self._stopping = True
@@ -268,10 +272,16 @@ class StudyDisplay:
             self._update_bars(look.running)
 
     def close(self) -> None:
-        """Remove the bars."""
+        """Remove the bars; lines that were printed remain. A second call does nothing."""
         self._bar.stop()
 
     def _print_ended(self, run: Run, failure: str | None) -> None:
+        """Print how a run ended.
+
+        Args:
+            run: the run.
+            failure: why it failed; None if it did not.
+        """
         report = finished_report(run)
         self._steps[run] = run.plan.event.steps
         if failure:
@@ -285,6 +295,7 @@ class StudyDisplay:
             self.screen.print(Text(f"{self._ended}/{self._count}  {run.name}{score}"))
 
     def _update_bars(self, running: Sequence[Run]) -> None:
+        """Show a bar for each run in training, and remove those of others."""
         for run in self._bars.keys() - set(running):
             self._bar.remove_task(self._bars.pop(run))
         for run in running:
@@ -306,7 +317,15 @@ def _seeds(grid: Grid) -> str:
 
 
 def steps_so_far(run: Run) -> int:
-    """Return the last step of a run in training that its metrics have; 0 before the first."""
+    """Return the last step of a run that its metrics have: a lower bound of those it has trained.
+
+    Args:
+        run: a run of a study, which another process may be training.
+
+    Returns:
+        The step, from the last line of metrics.jsonl. 0 before the first evaluation, and if the
+        file is missing or its last line is not complete.
+    """
     try:
         lines = (run.folder / folder.METRICS).read_text(encoding="utf-8").splitlines()
         return int(loads(lines[-1])["step"])

@@ -38,19 +38,24 @@ class _Console(Console):
 class Expendable:
     """A text stream that ignores failures, because a closed pager must not end hours of training.
 
-    After the first failure, all output is discarded.
+    After the first failure, all output is discarded. If the stream is standard output,
+    :func:`check_kept` reports the failure at the end of the command.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text, or discard it."""
+        """Write a text, or discard it.
+
+        Returns:
+            The number of characters of the text, also if it was discarded.
+        """
         self._attempt(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, or discard its buffer."""
+        """Flush the stream, or discard its buffer. Raises no OSError."""
         self._attempt(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,6 +63,7 @@ class Expendable:
         return getattr(self.stream, name)
 
     def _attempt(self, write: Callable[..., object], *text: str) -> None:
+        """Call a function of the stream; on an OSError, discard all output from now on."""
         try:
             write(*text)
         except OSError as failure:
@@ -83,7 +89,12 @@ _failures: list[OSError] = []
 
 
 def prepare_streams() -> None:
-    """Prepare the standard streams for a command, to escape characters they cannot encode."""
+    """Prepare the standard streams for a command.
+
+    Characters that a stream cannot encode are escaped from now on, and failures of an earlier
+    command in this process are forgotten. Streams that a test has replaced by other objects stay as
+    they are.
+    """
     _failures.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -91,7 +102,11 @@ def prepare_streams() -> None:
 
 
 def stdout() -> Console:
-    """Return the console for results: plain text if not a terminal; honors NO_COLOR."""
+    """Return a new console for results on standard output.
+
+    It writes colors only to a terminal and if NO_COLOR is not set, does not wrap lines elsewhere,
+    and raises BrokenPipeError if the reader has closed the pipe.
+    """
     return _console(sys.stdout)
 
 
@@ -99,7 +114,7 @@ def widen(out: Console) -> None:
     """Let tables be as wide as they need where lines are read by a program or a pager.
 
     Args:
-        out: the console, which keeps its width if it is a terminal.
+        out: the console, which is changed in place. A terminal keeps its width.
     """
     if not out.is_terminal:
         out.width = UNLIMITED
@@ -116,12 +131,21 @@ def plain_table(
 ) -> Table:
     """Return a table without lines, in which text is shown as it is.
 
+    Markup in cells, such as "[bold]", is not interpreted. Print the table with a console.
+
     Args:
         columns: titles of the columns.
-        rows: cells of each row.
+        rows: cells of each row, as many as there are columns, or fewer to leave the last ones
+            empty.
         justify, no_wrap: see :meth:`rich.table.Table.add_column`; for all columns.
         bold: title of the column to emphasise; "" for none.
         options: see :class:`rich.table.Table`.
+
+    >>> table = plain_table(["run", "epsilon"], [["a", "1.0"], ["b", "3.0"]])
+    >>> Console(width=20).print(table)
+    run  epsilon
+    a    1.0
+    b    3.0
     """
     table = Table(box=None, pad_edge=False, **options)
     for name in columns:
@@ -133,7 +157,7 @@ def plain_table(
 
 
 def for_display(quiet: bool, json: bool) -> Console:
-    """Return the expendable console for progress.
+    """Return a new console for progress, whose output is expendable (:class:`Expendable`).
 
     Args:
         quiet: whether it prints nothing.
@@ -143,7 +167,13 @@ def for_display(quiet: bool, json: bool) -> Console:
 
 
 def check_kept() -> None:
-    """Raise InputError if expendable output was lost on stdout, unless its reader closed it."""
+    """Raise an error if expendable output on standard output was lost; call it at a command's end.
+
+    A reader that closed the pipe, such as ``head``, has seen enough: that is no error.
+
+    Raises:
+        InputError: output was lost for another reason, such as a full disk.
+    """
     for failure in _failures:
         if not isinstance(failure, BrokenPipeError):
             raise InputError(
@@ -152,6 +182,7 @@ def check_kept() -> None:
 
 
 def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
+    """Return a console for a stream, which wraps lines and has colors on a terminal only."""
     wrap = not file.isatty()
     # Expendable has all methods of a file that rich calls, but not its type.
     return _Console(file=file, quiet=quiet, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
@@ -161,16 +192,20 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     """Return a context that keeps output of a user-supplied model off standard output.
 
     Args:
-        json: whether standard output is for JSON; otherwise the context does nothing.
+        json: whether standard output is for JSON. Then all that is printed in the context goes to
+            standard error; otherwise the context does nothing.
     """
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
 class Done(progress.MofNCompleteColumn):
-    """Column of a progress bar with what is done, such as 120/480; empty without a total."""
+    """Column of a progress bar with what is done, such as 120/480; empty without a total.
+
+    It is for the bars of rich, as one of the columns of :func:`bar`.
+    """
 
     def render(self, task: progress.Task) -> Text:
-        """Return the text of a task."""
+        """Return the text of a task: "done/total", or nothing if its total is None."""
         return Text("") if task.total is None else super().render(task)
 
 
@@ -185,7 +220,7 @@ class TimeLeft(progress.ProgressColumn):
     max_refresh = 0.5
 
     def render(self, task: progress.Task) -> Text:
-        """Return the text of a task."""
+        """Return the text of a task: "1:35 left", "finishing", or nothing without an estimate."""
         if task.finished:
             return Text("finishing", "dim")
         seconds = task.time_remaining
@@ -195,8 +230,11 @@ class TimeLeft(progress.ProgressColumn):
 def duration(seconds: float) -> str:
     """Return a time in minutes and seconds, and in hours if there are any.
 
-    >>> duration(95), duration(7295)
-    ('1:35', '2:01:35')
+    Args:
+        seconds: the time, 0 or more, which is rounded up to a whole second.
+
+    >>> duration(95), duration(7295), duration(0.2)
+    ('1:35', '2:01:35', '0:01')
     """
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -210,8 +248,10 @@ def bar(
 ) -> progress.Progress:
     """Return a transient progress bar with the time left, which is only shown on a terminal.
 
+    It is not started: call ``start``, and ``stop`` at the end, which removes it from the screen.
+
     Args:
-        columns: columns before that of the time.
+        columns: columns before that of the time: objects, or formats such as "{task.description}".
         console: where it is shown, unless that is quiet or no terminal.
         options: see :class:`rich.progress.Progress`.
     """
@@ -223,10 +263,13 @@ def bar(
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
-    """Show the progress of computations on a terminal's stderr.
+    """Show the progress of computations on a terminal's stderr, within a context.
+
+    Computations tell of themselves (:mod:`dpmac_cli.progress`); one that begins has a bar until its
+    last record is done.
 
     Args:
-        quiet: whether nothing is shown; nor is it by processes of a run other than the first.
+        quiet: whether nothing is shown. Also, processes of a run other than the first show nothing.
         first: text to show before a computation starts; "" for none.
     """
     columns = ("{task.description}", progress.BarColumn(), Done())
@@ -251,7 +294,14 @@ def waiting(quiet: bool, first: str = "") -> Iterator[None]:
 
 
 def print_result(text: str) -> None:
-    """Print a result for a program and flush it. Raises OSError."""
+    """Print a result for a program and flush it. No line end is added.
+
+    Args:
+        text: the whole result, such as a line of JSON.
+
+    Raises:
+        OSError: the text cannot be written as a whole.
+    """
     print(text, end="", flush=True)  # noqa: T201
 
 
@@ -259,9 +309,11 @@ def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold
     """Print messages on stderr, one per line, with settings as flags.
 
     Control characters are escaped, so a terminal takes nothing that a message quotes for commands.
+    Nothing is raised if stderr is closed.
 
     Args:
-        errors: messages, in which settings are in braces: "{lr}".
+        errors: messages, in which settings are in braces: "{batch_size} is too large" is printed as
+            "--batch-size is too large". Empty: nothing is printed.
         label: text before each of them.
         style: style of the label, see rich.
     """
@@ -272,10 +324,20 @@ def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print notes on probable mistakes on stderr."""
+    """Print notes on probable mistakes on stderr, each after "note: ".
+
+    Args:
+        notes: messages as for :func:`print_errors`.
+    """
     print_errors(notes, "note", ATTENTION)
 
 
 def print_private_notes(notes: Iterable[str]) -> None:
-    """Print notes about the records on stderr, for the person who holds the records."""
+    """Print notes about the records on stderr, for the person who holds the records.
+
+    They reveal facts of the records that no epsilon covers, and are labelled so.
+
+    Args:
+        notes: messages as for :func:`print_errors`.
+    """
     print_errors(notes, "about your records, do not publish", ATTENTION)

@@ -51,7 +51,7 @@ NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red
 
 
 def epsilon_or_dots(epsilon: float | None) -> str:
-    """Return epsilon, rounded up; dots for None, while it is still being computed.
+    """Return epsilon, rounded up to four digits; dots for None, while it is still being computed.
 
     >>> epsilon_or_dots(1.23401), epsilon_or_dots(None)
     ('1.235', '...')
@@ -62,7 +62,8 @@ def epsilon_or_dots(epsilon: float | None) -> str:
 class RunDisplay:
     """One line per evaluation and, on a terminal, a live bar of steps.
 
-    It is for one run: :meth:`show` takes its events in their order.
+    It is for one run: :meth:`show` takes its events in their order, and :meth:`close` removes the
+    bar. Close it also if the run fails.
     """
 
     def __init__(self, console: Console) -> None:
@@ -84,7 +85,9 @@ class RunDisplay:
         """Print a line for important events, and update the bar below.
 
         Args:
-            event: the next event of the run, of which the first is that it has started.
+            event: the next event of the run. The first says that it has started
+                (:class:`~dpmac_cli.runs.session.Started`), the last is its result
+                (:class:`~dpmac_cli.release.run.Run`), for which the bar is removed.
         """
         match event:
             case Started():
@@ -107,12 +110,16 @@ class RunDisplay:
                 self.print(*summary(event, self._plan.settings.metric))
 
     def print(self, *lines: Text) -> None:
-        """Print lines above the bar."""
+        """Print lines above the bar; nothing on a console that is quiet."""
         for line in lines:
             self.console.print(line)
 
     def compute(self, event: Computing) -> None:
-        """Print once that records are computed on."""
+        """Print that records are computed on, once for each computation.
+
+        Args:
+            event: the computation, of which any number of events with progress may come.
+        """
         line = f"computing {event.what} of {event.records:,} records, once: kept in {event.folder}"
         if line != self._computing:
             self.print(Text(line, "dim"))
@@ -172,11 +179,11 @@ class RunDisplay:
         self.print(Text(note, ATTENTION))
 
     def stopping(self) -> None:
-        """Confirm a request to stop."""
+        """Confirm a request to stop: the run ends after its current step."""
         self.print(Text("stopping after this step; repeat to stop immediately", ATTENTION))
 
     def close(self) -> None:
-        """Remove the bar, whether or not the run is finished."""
+        """Remove the bar, whether or not the run is finished. A second call does nothing."""
         self._bar.stop()
 
 
@@ -235,10 +242,13 @@ def _evaluated(event: Update, plan: Plan) -> Text:
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it.
 
+    Without test records, or if no score was released, the only line says so.
+
     Args:
-        report: the run's report.json.
-        metric: name of the metric to show first. Others follow that a constant prediction has a
-            value of, so that it can be told what was learned.
+        report: the run's report.json as JSON values.
+        metric: name of the metric to show first, a key of :data:`~dpmac_cli.tasks.task.METRICS`.
+            Others follow that a constant prediction has a value of, so that it can be told what was
+            learned.
     """
     scores, chosen = report["scores"], METRICS[metric]
     if scores is None:
@@ -285,8 +295,10 @@ def summary(event: Run, metric: str) -> Iterator[Text]:
     """Yield the result of a run: its score, its privacy cost, its files, and what to do next.
 
     Args:
-        event: the end of the run.
-        metric: name of the metric to show first.
+        event: the end of the run, also of one that was interrupted or spent its budget: then
+            nothing is said about what to do next.
+        metric: name of the metric to show first, a key of
+            :data:`~dpmac_cli.tasks.task.METRICS`.
     """
     report, where = event.report, event.folder
     settings, sentences = report["settings"], report["sentences"]
@@ -319,7 +331,7 @@ def summary(event: Run, metric: str) -> Iterator[Text]:
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
-    """Yield warnings about an accuracy, as sentences for the screen.
+    """Yield warnings about an accuracy, as sentences for the screen; nothing if there are none.
 
     Args:
         result: outputs and scores on all test records, of which some outputs may be NaN.
@@ -336,7 +348,8 @@ def remedy(plan: Plan) -> str:
     """Return what may help a model that learned nothing, in one sentence or two.
 
     Args:
-        plan: plan of its run, which says what is set already.
+        plan: plan of its run. Remedies that it has already, such as the smallest network, are not
+            named.
     """
     if not plan.private:
         other = "--model" if plan.model.name != SMALLEST else f"--model than {SMALLEST}"
@@ -354,11 +367,13 @@ def remedy(plan: Plan) -> str:
 
 
 def table_by_class(names: Sequence[str], details: Mapping[str, Any]) -> Table:
-    """Return counts with sensitivity and specificity, one row per true class.
+    """Return a confusion matrix with sensitivity and specificity, one row per true class.
 
     Args:
-        names: names of the classes.
-        details: details of a classifier, see :meth:`~dpmac_cli.tasks.task.Task.details`.
+        names: names of the K classes.
+        details: details of a classifier, see :meth:`~dpmac_cli.tasks.task.Task.details`:
+            "confusion", K rows of K counts, "sensitivity" and "specificity", K shares each, of
+            which None is shown as a dash.
     """
     table = Table(title="rows: true class, columns: predicted")
     table.add_column("")
@@ -376,11 +391,12 @@ def in_blocks(table: Table, width: int) -> Iterator[Table]:
     """Yield a table in as many tables as it needs, so that no number is cut.
 
     Columns that do not fit beside the others are in a table of their own below. The first column,
-    with the names of the rows, is in each. Numbers are at the right.
+    with the names of the rows, is in each. Numbers are at the right. The columns of ``table`` are
+    changed: use the tables that are returned instead of it.
 
     Args:
         table: a table of text, with a column of names and at least one of numbers.
-        width: characters in a line.
+        width: characters in a line. A column that is wider than the line has a block alone.
     """
     names, *columns = table.columns
     longest = max((cell_len(str(name)) for name in names.cells), default=0)
@@ -411,16 +427,24 @@ def follow(
     display: RunDisplay,
     stop_asked: Callable[[], bool],
 ) -> Run:
-    """Show the events of a run until it ends.
+    """Show the events of a run until it ends, and return its result.
 
     Args:
-        events: the events of the run.
-        display: where they are shown.
-        stop_asked: returns whether the user has asked it to stop.
+        events: the events of the run. The run advances as they are taken.
+        display: where they are shown. Its bar is removed if the run fails; closing it otherwise is
+            up to the caller.
+        stop_asked: returns whether the user has asked it to stop. The run itself heeds the request;
+            here it is confirmed on the screen.
+
+    Returns:
+        The result, also of a run that stopped before its last step.
 
     Raises:
         Exit: it was interrupted immediately; the command to resume it was printed.
-        DpmacError: it failed; the message has the reason and the command to resume it.
+        InputError: a file could not be read or written, after the run had started.
+        DpmacError: it failed. The message has the reason, and the command to resume it if the run
+            had started.
+        KeyboardInterrupt, OSError: it was interrupted, or a file failed, before it had started.
     """
     where, stopping = None, False
     try:

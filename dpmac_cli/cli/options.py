@@ -48,10 +48,17 @@ _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 class Command(TyperCommand):
-    """A command whose help has its options by group, and which suggests misspelt ones."""
+    """A command whose help has its options by group, and which suggests misspelt ones.
+
+    typer calls its methods. Pass it as ``cls`` of ``typer.Typer.command``, as :func:`built` does.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options, where a switch has no placeholder for a value."""
+        """Return the arguments and options, where a switch has no placeholder for a value.
+
+        Args:
+            ctx: context of the call, a ``click.Context``.
+        """
         parameters: list[Any] = super().get_params(ctx)
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -59,7 +66,19 @@ class Command(TyperCommand):
         return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for an option that there is not."""
+        """Parse arguments, after a look at the names of all options.
+
+        Args:
+            ctx: context of the call, a ``click.Context``, which gets the values.
+            args: words after the name of the command. What follows ``--`` is no option.
+
+        Returns:
+            The words that are left.
+
+        Raises:
+            UsageError: there is an option that the command does not have. The message names all of
+                them, each with those of similar names.
+        """
         known = set[str]()
         for parameter in self.get_params(ctx):
             known.update(parameter.opts)
@@ -78,7 +97,12 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the options by group."""
+        """Write the arguments and the options by group; groups without any are left out.
+
+        Args:
+            ctx: context of the call, a ``click.Context``.
+            formatter: where they are written, a ``click.HelpFormatter``.
+        """
         groups: dict[str, list[Any]] = {
             group: [] for group in (ARGUMENTS, OPTIONS, *GROUPS.values())
         }
@@ -91,10 +115,11 @@ class Command(TyperCommand):
 
 
 def group_of(parameter: Any) -> str:
-    """Return the group of the help that a parameter of a command is in.
+    """Return the title of the group of the help that a parameter of a command is in.
 
     Args:
-        parameter: an argument or an option of a typer command.
+        parameter: an argument or an option of a typer command. An option that is in no group of
+            settings is in "Options".
     """
     if parameter.param_type_name == "argument":
         return ARGUMENTS
@@ -102,14 +127,16 @@ def group_of(parameter: Any) -> str:
 
 
 def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parameter:
-    """Return a field as a parameter that becomes an option.
+    """Return a field as a parameter that becomes an option, for the signature of a command.
 
-    Values remain text, because one model validates flags, YAML and keywords.
+    Values remain text, because one model validates flags, YAML and keywords. An option that was not
+    typed is None; a switch is a bool, False if it was not typed.
 
     Args:
-        name: name of the field.
-        field: the field, with its type, help and default.
-        several: whether it accepts several values, also if its type does not.
+        name: name of the field, with underscores ("batch_size" becomes ``--batch-size``).
+        field: the field, with its type, help and default. A default that is not None is shown in
+            the help and is not the option's own.
+        several: whether it accepts several values, separated by commas, also if its type does not.
     """
     option_of: Any = partial(typer.Option, f"--{flag_name(name)}")
     text, choices, default = help_of(field), choices_of(field), default_of(field)
@@ -136,11 +163,11 @@ def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parame
 
 
 def stop(why: str, code: int) -> NoReturn:
-    """End a command that was stopped.
+    """End a command that was stopped, with one line on stderr.
 
     Args:
         why: reason to print, and how to go on.
-        code: exit code.
+        code: exit code, such as :data:`~dpmac_cli.errors.INTERRUPTED`.
 
     Raises:
         Exit: always.
@@ -152,7 +179,14 @@ def stop(why: str, code: int) -> NoReturn:
 def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     """Convert exceptions of a command to a message on stderr and the documented exit code.
 
-    With ``debug`` among its options, it also prints tracebacks.
+    With ``debug`` among its options, it also prints tracebacks. A closed pipe ends a command
+    without a message, with code 0.
+
+    Args:
+        command: the command, which is called by keywords. One of them is ``debug``.
+
+    Returns:
+        A function with the same parameters, which raises typer.Exit instead.
     """
 
     @functools.wraps(command)
@@ -196,10 +230,13 @@ def _explanation(failure: Exception) -> errors.DpmacError:
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
-    """Handle Ctrl-C and SIGTERM within a context.
+    """Handle Ctrl-C and SIGTERM within a context, in the main thread.
+
+    The handlers from before are back after it.
 
     Yields:
-        A function that returns whether one was received. A second one interrupts immediately.
+        A function without arguments that returns whether one was received. It may be called any
+        number of times. A second signal raises KeyboardInterrupt.
     """
     received = threading.Event()
 
@@ -225,11 +262,14 @@ def command(
 
     Its positional parameters are arguments. Those by keyword are options: they have the type,
     limits, help and default of a field, and are validated as such. Every command has ``--debug``.
+    The function gets its arguments and options by keyword, and its exceptions become messages
+    (:func:`reports_failures`).
 
     Args:
-        settings: fields whose options remain text, and are further keywords of the function.
+        settings: fields whose options remain text, and are further keywords of the function, so it
+            needs ``**values``. Of fields with the same name, the last one counts.
         several: names of those of them that accept several values.
-        not_both: options that contradict each other, and why.
+        not_both: groups of names of options of which one may be given, and why, or "".
     """
     fields = dict[Any, FieldInfo]()
     for some in settings:
@@ -266,7 +306,12 @@ def command(
 
 
 def built(name: str, function: Callable[..., None]) -> TyperCommand:
-    """Return the command ``name`` of a function that :func:`command` has signed."""
+    """Return the command of a function, which typer can run.
+
+    Args:
+        name: name of the command on the command line.
+        function: a function that :func:`command` has signed.
+    """
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command(name, cls=Command)(function)
     only: Any = typer.main.get_command(alone)  # its only command, so not a group
@@ -285,13 +330,13 @@ ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file.
 def faults_of_file(
     path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
 ) -> Iterator[str]:
-    """Yield faults of the path of a file to write.
+    """Yield faults of the path of a file to write; nothing if it can be used. Nothing is created.
 
     Args:
         path: the file.
-        kinds: endings that it may have, such as ".png".
-        force: whether an existing file is replaced.
-        flag: name of the flag that the path is from.
+        kinds: endings that it may have, in lower case with the dot, such as ".png".
+        force: whether an existing file is replaced. A folder never is.
+        flag: name of the flag that the path is from, without dashes.
     """
     if path.suffix.lower() not in kinds:
         yield f"--{flag} {path} must end in {' or '.join(kinds)}."

@@ -40,7 +40,9 @@ USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 class Question(Priced, frozen=True):
     """Flags of ``dpmac account`` that describe a training: its sizes, its noise, and a target.
 
-    What is not given is completed by the defaults of the dataset, or is solved for.
+    What is not given is completed by the defaults of the dataset, or is solved for (:attr:`solve`).
+    :func:`answer` computes the privacy costs. Values are validated when an instance is made, as
+    text or of their types: ``Question(sigma="0.5,1", epochs=5)``.
 
     Raises:
         InputError: lists every invalid value and contradiction.
@@ -70,10 +72,10 @@ class Question(Priced, frozen=True):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude each other.
+        """Yield the faults of flags that exclude or need each other; nothing if there are none.
 
         Args:
-            values: the flags that were typed, by name.
+            values: the flags that were typed, by name with underscores ("dataset_size").
         """
         yield from super().contradictions(values)
         own_data = "dataset_size" in values and "dataset" not in values
@@ -95,13 +97,17 @@ class Question(Priced, frozen=True):
 
     @property
     def solve(self) -> str | None:
-        """Return the setting to solve for; None for epsilon."""
+        """Return the setting to solve for, "sigma" or "steps"; None to compute epsilon.
+
+        Noise is solved for if a target epsilon is given without noise, the length if both are
+        given.
+        """
         if self.epsilon is None:
             return None
         return "sigma" if self.sigma is None else "steps"
 
     def sizes(self, target: float | None) -> "Sizes":
-        """Return the sizes of a run.
+        """Return the sizes of a run, of which those not given are the defaults of its dataset.
 
         Args:
             target: epsilon that the run keeps to, by which the best recipe chooses; None if the
@@ -144,14 +150,15 @@ class Question(Priced, frozen=True):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run.
+    """Sizes of a run, of which every length is a training of its own.
 
     Attributes:
         records: number of training records n.
         batch: expected batch size B.
-        lengths: numbers of steps; 1 if they are solved for.
-        notes: notes on the recipe that they are from.
-        shares: shares of the budget that histograms of the training records have.
+        lengths: numbers of steps; (1,) if they are solved for.
+        notes: notes on the recipe that they are from; () for your own data.
+        shares: shares of the budget that histograms of the training records have: of those before
+            the first step and of those after the last one; () for none.
     """
 
     records: int
@@ -164,8 +171,15 @@ class Sizes:
 def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
     """Compute the privacy cost of every combination of values.
 
+    Combinations are of targets, noise multipliers, numbers of steps and accountants, in that order
+    of loops. A combination whose target cannot be met has no row.
+
+    Args:
+        question: the flags.
+
     Returns:
-        A row for each combination, notes for the user, and why some targets cannot be met.
+        A row for each combination; notes for the user; and why some targets cannot be met, one
+        message per reason, empty if all can.
 
     Raises:
         InputError: neither noise nor a target is given, or the sizes do not fit each other.

@@ -214,10 +214,12 @@ def schema(
 def _faults_of_columns(
     named: Mapping[str, Sequence[str]], columns: Iterable[str], file: Path
 ) -> Iterator[str]:
-    """Yield faults of flags that name columns of a table.
+    """Yield faults of flags that name columns of a table; nothing if there are none.
+
+    A column must be in the table, be named once, and there is one to predict.
 
     Args:
-        named: names of columns, by the flag that they were typed for.
+        named: names of columns, by the flag that they were typed for, without dashes.
         columns: names of the columns of the table.
         file: the table.
     """

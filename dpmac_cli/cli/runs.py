@@ -87,9 +87,12 @@ def runs(
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    """Yield the folders of the runs in a folder and below it.
+    """Yield the folders of the runs in a folder and below it, in the order of their names.
 
     Folders within a run, hidden folders, links to folders, and what cannot be read are skipped.
+
+    Args:
+        root: where to look, which may itself be a run.
     """
     for name, folders, _ in os.walk(root):
         where = Path(name)
@@ -101,7 +104,10 @@ def _runs_below(root: Path) -> Iterator[Path]:
 
 
 def _is_run(where: Path) -> bool:
-    """Return whether a folder is a run's, whole or damaged."""
+    """Return whether a folder is a run's, whole or damaged.
+
+    It has the folder of checkpoints and a lock, a configuration that dpmac wrote, or a report.
+    """
     with contextlib.suppress(*DAMAGE):
         if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
             return True
@@ -114,7 +120,14 @@ def _is_run(where: Path) -> bool:
 
 
 def _facts(where: Path) -> dict[str, Any]:
-    """Return the facts of a run by the keys of :data:`UNKNOWN`."""
+    """Return the facts of a run by the keys of :data:`UNKNOWN`.
+
+    Those that cannot be read are None, and the state says "damaged". "changed" is the time of the
+    last change of its files, in UTC in the format of ISO 8601.
+
+    Args:
+        where: folder of the run.
+    """
     files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     state, report = late.report.how_it_ended(where)
@@ -135,7 +148,7 @@ def _facts(where: Path) -> dict[str, Any]:
 
 
 def _reported(report: "Report") -> dict[str, Any]:
-    """Return the facts in the report of a run."""
+    """Return the facts in the report of a run: all but "folder", "state" and "changed"."""
     metric, score = report.score
     return {
         "dataset": report.data.name,
@@ -168,6 +181,10 @@ def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
     """Print a table with a line per run, and what its marks mean.
 
     On a terminal that is too narrow for it, the folder of a run has a line of its own.
+
+    Args:
+        out: the console for results, which is widened unless it is a terminal.
+        facts_of_runs: facts by the keys of :data:`UNKNOWN`, in the order of the lines.
     """
     console.widen(out)
     rows = [tuple(COLUMNS)]

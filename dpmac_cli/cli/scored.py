@@ -254,9 +254,11 @@ def predict(
 def _show(scored: "Scored", json: bool) -> None:
     """Print the scores of a model, with 95% intervals and beside those of constant predictions.
 
+    Doubts about the scores, and that they are not covered by epsilon, are notes on stderr.
+
     Args:
         scored: the scores, and what they are of.
-        json: whether to print JSON for a program.
+        json: whether to print JSON for a program, with null for numbers that are not finite.
     """
     result, card = scored.result, scored.path.with_name(CARD)
     headline, values, intervals = result.task.headline, result.metrics, result.intervals()
@@ -320,6 +322,16 @@ def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json
     """Attack a recipe, and print what may be shown; exit with code 4 if it contradicts the claim.
 
     No figure of the attack is printed: a log of the terminal may be read by others.
+
+    Args:
+        run: folder of the run whose recipe is attacked.
+        target: what is attacked, and by which records.
+        runs: number of runs with noise; None for the default.
+        jobs: number of runs at a time; None for one.
+        json: whether to print JSON for a program.
+
+    Raises:
+        Exit: the attack contradicts the claim. Its result was printed before.
     """
     with console.waiting(json, "runs"), console.kept_clear(json):
         result = late.attack.attack(target, runs or RUNS, jobs or 1)
@@ -347,6 +359,9 @@ def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
         verdict: what follows from them, as JSON values.
         run: folder of the run.
         json: whether to print JSON for a program.
+
+    Raises:
+        Exit: the attack contradicts the claim. The result was printed before.
     """
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))

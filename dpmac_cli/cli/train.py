@@ -112,7 +112,13 @@ def _train(
 
 
 def _end(finished: "Run") -> None:
-    """Exit with the code of a run that ended before its last step, and print how to resume it."""
+    """Exit with the code of a run that ended before its last step, and print how to resume it.
+
+    A run that is finished ends nothing here: the function returns.
+
+    Raises:
+        Exit: it was interrupted (130), or its budget is spent (3).
+    """
     where, so_far = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
         stop(f"interrupted; {so_far} To resume: {late.folder.resume_command(where)}", INTERRUPTED)

@@ -25,10 +25,12 @@ VERSION = 9
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State of a run after some step.
+    """State of a run after some step, as :func:`read` returns it.
 
     Attributes:
-        tensors: tensors by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
+        tensors: tensors by name, on the CPU, see
+            :meth:`dpmac_cli.training.state.TrainState.tensors`. Ranges of a table's columns are
+            among them, see :func:`dpmac_cli.runs.trainer.ranges_in`.
         record: the step, configuration and history.
     """
 
@@ -37,20 +39,24 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps taken."""
+        """Number of steps taken; 0 before the first."""
         return self.record.state.step
 
 
 def path_in(run: Path) -> Path:
-    """Return the path of a run's checkpoint."""
+    """Return the path of a run's checkpoint, which need not exist.
+
+    Args:
+        run: folder of the run.
+    """
     return run / folder.CHECKPOINTS / folder.STATE
 
 
 def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Replace the checkpoint of a run.
+    """Replace the checkpoint of a run, atomically; its folder is created if it is missing.
 
     Args:
-        run: folder of the run.
+        run: folder of the run, which must exist.
         tensors: tensors by name, on any device; see ``TrainState.tensors``.
         record: everything else, as JSON values: the fields of :class:`.headers.Record`.
 
@@ -68,8 +74,12 @@ def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) ->
 def read(run: Path) -> Checkpoint:
     """Return the checkpoint of a run, all of which has been compared with its checksum.
 
+    Args:
+        run: folder of the run. Nothing in it is changed.
+
     Raises:
-        InputError: it is missing, damaged, or of another format.
+        InputError: it is missing, damaged, or of another format. The message says how to start
+            again.
     """
     why = f"{path_in(run)} is damaged"
     try:

@@ -40,14 +40,18 @@ PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU pa
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
-    """Return the device of a name.
+    """Return the device of a name, after a check that the machine has it.
 
     Args:
         name: "cpu", "cuda", "cuda:1" or "auto", which is CUDA if it is available.
-        ranks: the processes of a run, each of which uses a GPU of its own.
+        ranks: the processes of a run, each of which uses the GPU of its local rank, whatever the
+            number in ``name``; None for one process.
 
     Raises:
-        InputError: there is no such device.
+        InputError: there is no such device, or it is no name of one.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
     """
     Settings(device=name)  # raises InputError
     if name == "auto":
@@ -64,7 +68,14 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, for reports."""
+    """Return the name of a device, for reports.
+
+    Args:
+        device: a device of this machine.
+
+    Returns:
+        The model of a GPU, such as "NVIDIA A100-SXM4-40GB", or "cpu".
+    """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -75,7 +86,9 @@ def environment() -> dict[str, Any]:
     which changes the places of all in a batch, would change more than its own row.
 
     Returns:
-        versions, processor, threads and switches by their names, as JSON values.
+        Versions, processor, threads and switches by their names, as JSON values: "dpmac", "torch",
+        "numpy", "processor" (a list of lines), "instructions", "threads", "build of torch",
+        "settings of torch" and "environment variables" (both by name).
     """
     names = sorted(name for name in os.environ if name.startswith(KERNEL_VARIABLES))
     return {
@@ -94,8 +107,13 @@ def environment() -> dict[str, Any]:
 def facts() -> dict[str, Any]:
     """Return what a bug report needs: the environment, devices, folders, and fallbacks by dtype.
 
-    Values are JSON values. Fallbacks are the notes of a trial of a tiny network: what is done so
-    that no record's result is rounded by the others, or None.
+    A tiny network is run for the fallbacks, on the device that "auto" means.
+
+    Returns:
+        JSON values by name: those of :func:`environment`, "python", "system", "device", "data",
+        "cache", and "fallbacks". These are by dtype, "float32" and "float64": a note on what is
+        done so that no record's result is rounded by the others, or None if nothing needs to be
+        done.
     """
     device = choose_device("auto")
     return {
@@ -128,7 +146,7 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def _processor() -> list[str]:
-    """Return the processor's model and features."""
+    """Return the processor's model and features, as sorted lines, of which equal ones are one."""
     if platform.system() == "Darwin":
         command = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
         return [subprocess.run(command, capture_output=True, check=False, text=True).stdout]  # noqa: S603

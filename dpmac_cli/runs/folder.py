@@ -1,4 +1,8 @@
-"""Folder of a run: files are written atomically and never overwritten unintentionally."""
+"""Folder of a run: the names of its files, its lock, and what may be replaced or removed in it.
+
+Files are written atomically and never overwritten unintentionally. Functions whose argument is
+``run`` take the path of such a folder.
+"""
 
 import contextlib
 import fcntl
@@ -56,7 +60,14 @@ BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLErr
 
 
 def checkpoints(run: Path) -> Path:
-    """Create the folder of a run's checkpoints. Raises OSError."""
+    """Create the folder of a run's checkpoints, if it is missing, and return its path.
+
+    Args:
+        run: folder of the run, which must exist.
+
+    Raises:
+        OSError: it cannot be created.
+    """
     where = run / CHECKPOINTS
     where.mkdir(exist_ok=True)
     return where
@@ -66,11 +77,11 @@ def seal(where: Path, names: Iterable[str] = SEALED) -> None:
     """Write SHA256SUMS for those of some files that exist.
 
     It is written last, and removed before any of them changes: a kill in between leaves files
-    without checksums, which are not those of a published run.
+    without checksums, which are not those of a published run. A second call replaces it.
 
     Args:
         where: folder of the files.
-        names: their names.
+        names: their names. Those that do not exist are left out.
 
     Raises:
         OSError: a file cannot be read, or the checksums not written.
@@ -81,20 +92,34 @@ def seal(where: Path, names: Iterable[str] = SEALED) -> None:
 
 
 def is_published(run: Path) -> bool:
-    """Return whether a run is published, as of its last step so far."""
+    """Return whether a run is published, as of its last step so far.
+
+    It has a report and checksums. Whether the checksums fit is not checked.
+
+    Args:
+        run: folder of the run; False if it does not exist.
+    """
     return (run / SUMS).exists() and (run / REPORT).exists()
 
 
 def unpublish(run: Path) -> None:
     """Remove the files about a run's model, before that changes.
 
-    A report of an earlier model must never lie beside a later one. Raises OSError.
+    A report of an earlier model must never lie beside a later one. The model itself stays. Files
+    that are missing are no error.
+
+    Args:
+        run: folder of the run.
+
+    Raises:
+        OSError: a file cannot be removed.
     """
     for name in (SUMS, REPORT, CARD, AUDIT, ADAPTER, ADAPTER_CONFIG):
         (run / name).unlink(missing_ok=True)
 
 
 def _sum(file: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -103,12 +128,16 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
     """Return the path and content of a run's file.
 
     Args:
-        path: the run's folder, or the file itself.
-        name: name of the file.
-        wanted: what to use instead, the end of the message.
+        path: the run's folder, or the file itself, whatever its name.
+        name: name of the file, such as :data:`REPORT`.
+        wanted: what to use instead, a sentence at the end of the message.
+
+    Returns:
+        The path of the file that was read, and its bytes.
 
     Raises:
-        InputError: the file is missing or cannot be read; with the reason.
+        InputError: the file is missing or cannot be read; with the reason. For a run that has not
+            written it yet, the message has the command that resumes the run.
     """
     file = path / name if path.is_dir() and path.name != name else path
     try:
@@ -130,19 +159,37 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
 
 
 def check_place(plan: Plan) -> None:
-    """Reject the chosen folder of a run like :func:`check_chosen_folder`; a new one is free."""
+    """Reject the chosen folder of a run like :func:`check_chosen_folder`.
+
+    Args:
+        plan: plan of the run. Without a chosen folder, it gets a new one, and nothing is checked.
+
+    Raises:
+        InputError: the folder cannot be used. Nothing is changed.
+    """
     if plan.settings.out is not None:
         check_chosen_folder(plan.settings.out, plan.settings.force)
 
 
 def make_place(plan: Plan) -> Path:
-    """Create the folder of a run. Raises InputError."""
+    """Create the folder of a run, and return its path.
+
+    That is the chosen one, which may exist, or the first free one in :data:`RUNS`.
+
+    Args:
+        plan: plan of the run, which was checked by :func:`check_place`.
+
+    Raises:
+        InputError: it cannot be created.
+    """
     out = plan.settings.out
     return new_folder(RUNS, plan.stem) if out is None else make_folder(out)
 
 
 def new_folder(root: Path, stem: str) -> Path:
-    """Create the first free folder of root/stem-1, root/stem-2, ...
+    """Create the first free folder of root/stem-1, root/stem-2, ..., and return its path.
+
+    Two processes that do this at once get different folders.
 
     Args:
         root: folder of all runs, which is created if it is missing.
@@ -174,10 +221,14 @@ def _lock(handle: int) -> None:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Lock a run's folder, at most until the process ends, and remove partial files.
+    """Lock a run's folder within a context, and remove partial files.
 
-    Whoever writes to a folder holds it. A second process is refused, so that two runs never share
-    a ledger or a checkpoint.
+    Whoever writes to a folder holds it. A second process is refused, so that two runs never share a
+    ledger or a checkpoint. The lock ends with the process, also if that is killed. Nested contexts
+    for one folder are refused too.
+
+    Args:
+        run: the folder, which must exist. The file ``.lock`` is created in it, and stays.
 
     Raises:
         InputError: another process has locked it, or it is not writable.
@@ -200,7 +251,11 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def in_use(run: Path) -> bool:
-    """Return whether a process holds a run's folder; False if that is unknown."""
+    """Return whether a process holds a run's folder (:func:`locked`); False if that is unknown.
+
+    Args:
+        run: the folder. Nothing in it is changed.
+    """
     try:
         handle = os.open(run / LOCK, os.O_RDONLY)
     except OSError:
@@ -244,7 +299,16 @@ def _unlink_folder(run: Path) -> None:
 
 
 def remove_state(run: Path) -> None:
-    """Remove the checkpoint of an older run. Raises OSError."""
+    """Remove the checkpoint of an older run, but not its ledger; a missing one is no error.
+
+    If the folder of checkpoints is a link, the link is removed, and nothing behind it.
+
+    Args:
+        run: the folder.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
     _unlink_folder(run)
     (run / CHECKPOINTS / STATE).unlink(missing_ok=True)
 
@@ -278,9 +342,13 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
 def remove(run: Path) -> None:
     """Remove a run's folder, if there is one; of a link, the link alone.
 
+    Args:
+        run: the folder, which no process may hold.
+
     Raises:
         OSError: a file cannot be removed.
-        InputError: files are in it that dpmac did not write. These stay.
+        InputError: files are in it that dpmac did not write. These stay, and those that dpmac wrote
+            are removed.
     """
     if run.is_symlink():
         run.unlink()
@@ -302,8 +370,9 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
     """Reject a folder for a new run: a file, a run without ``force``, or other files.
 
     Args:
-        folder: the folder, which need not exist.
-        force: whether a run in it is replaced.
+        folder: the folder, which need not exist. What a run left that was killed before it began
+            does not matter.
+        force: whether a run in it is replaced. Other files are never replaced.
 
     Raises:
         InputError: the folder cannot be used, with what to use instead. Nothing is changed.
@@ -337,14 +406,26 @@ def _in_the_way(folder: Path) -> Iterator[str]:
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether a file may be left over from a run that was killed before it began."""
+    """Return whether a file may be left over from a run that was killed before it began.
+
+    That is a lock, a partial file, or a folder of checkpoints with nothing else in it.
+
+    Args:
+        path: a file or folder in a run's folder.
+    """
     if path.name == CHECKPOINTS and path.is_dir() and not path.is_symlink():
         return all(map(is_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder contains the settings, the ledger or the report of a run."""
+    """Return whether a folder contains the settings, the ledger or the report of a run.
+
+    The run may be unfinished or damaged, and of any version of dpmac.
+
+    Args:
+        folder: the folder; False if it does not exist.
+    """
     private = folder / CHECKPOINTS
     if is_configured(folder) or ((private / LEDGER).is_file() and not private.is_symlink()):
         return True
@@ -354,13 +435,24 @@ def holds_run(folder: Path) -> bool:
 
 
 def is_report(values: object) -> bool:
-    """Return whether JSON values are a report of any format. Raises TypeError."""
+    """Return whether JSON values are a report of any format, by its keys.
+
+    Args:
+        values: content of a file of JSON.
+
+    Raises:
+        TypeError: it is neither an object, a list nor a text.
+    """
     keys: set[object] = set(values)  # type: ignore[call-overload]
     return {"version", "events"} <= keys or {"schema_version", "privacy"} <= keys
 
 
 def is_configured(folder: Path) -> bool:
-    """Return whether a folder contains a config.yaml of dpmac."""
+    """Return whether a folder contains a config.yaml that dpmac wrote, by its first line.
+
+    Args:
+        folder: the folder; False if it does not exist.
+    """
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):
@@ -368,28 +460,56 @@ def is_configured(folder: Path) -> bool:
 
 
 def config(run: Path) -> dict[str, Any]:
-    """Return the contents of a run's config.yaml. Raises :data:`BROKEN`."""
+    """Return the contents of a run's config.yaml: values by flag, such as "batch-size".
+
+    Nothing is validated. Names of a later version are among them.
+
+    Args:
+        run: folder of the run.
+
+    Raises:
+        BROKEN: one of :data:`BROKEN`: the file is missing or damaged.
+    """
     return dict(ValueLoader(read_text(run / CONFIG)).get_single_data())
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """Return the settings in a run's config.yaml that this version has. Raises :data:`BROKEN`."""
+    """Return the settings in a run's config.yaml that this version has.
+
+    Values are as in the file, by name with underscores, such as "batch_size". Nothing is validated.
+
+    Args:
+        run: folder of the run.
+
+    Raises:
+        BROKEN: one of :data:`BROKEN`: the file is missing or damaged.
+    """
     named = {str(flag).replace("-", "_"): value for flag, value in config(run).items()}
     return {name: value for name, value in named.items() if name in SETTINGS}
 
 
 def check_run_folder(run: Path) -> None:
-    """Reject a folder without a run."""
+    """Reject a folder without a run: one with neither a config.yaml nor checkpoints.
+
+    Args:
+        run: the folder. Whether the run can be resumed is not checked.
+
+    Raises:
+        InputError: it contains no run, or does not exist.
+    """
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
         raise InputError(f"{{resume=}}{run} is not a run folder: it contains no {CONFIG}.")
 
 
 def command(words: str, run: Path) -> str:
-    """Return a command on a run, with its user-supplied model, if it has one.
+    """Return a command on a run, quoted for a shell, with its user-supplied model, if it has one.
 
     Args:
         words: the command and its flags, such as "train --resume".
-        run: folder of the run.
+        run: folder of the run. If its settings cannot be read, no model is named.
+
+    >>> command("train --resume", Path("my runs/one"))
+    "dpmac train --resume 'my runs/one'"
     """
     flag = ""
     with contextlib.suppress(*BROKEN, AttributeError):
@@ -400,22 +520,36 @@ def command(words: str, run: Path) -> str:
 
 
 def resume_command(run: Path) -> str:
-    """Return the command that resumes a run."""
+    """Return the command that resumes a run, for a message.
+
+    >>> resume_command(Path("runs/one"))
+    'dpmac train --resume runs/one'
+    """
     return command("train --resume", run)
 
 
 def resume_elsewhere_command(run: Path, changes: Iterable[str]) -> str:
-    """Return the command that resumes a run into another folder with other settings.
+    """Return the command that resumes a run into another folder with other settings, for a message.
 
     Args:
         run: folder of the run.
         changes: the settings, as flags with their values.
+
+    >>> resume_elsewhere_command(Path("runs/one"), ["--epochs 20"])
+    'dpmac train --resume runs/one --out NEW --epochs 20'
     """
     return f"{resume_command(run)} --out NEW {' '.join(changes)}"
 
 
 def make_folder(run: Path) -> Path:
-    """Create a folder if it is missing. Raises InputError."""
+    """Create a folder and those above it if they are missing, and return its path.
+
+    Args:
+        run: the folder.
+
+    Raises:
+        InputError: it cannot be created, or is a file.
+    """
     with _writable(run):
         run.mkdir(parents=True, exist_ok=True)
     return run
@@ -423,6 +557,7 @@ def make_folder(run: Path) -> Path:
 
 @contextlib.contextmanager
 def _writable(run: Path) -> Iterator[None]:
+    """Convert an OSError within a context to an InputError about a run's folder."""
     try:
         yield
     except OSError as failure:

@@ -32,7 +32,11 @@ Score = bool | AnyNumber | None | tuple[AnyNumber | None, ...]
 
 
 class Part(BaseModel):
-    """An object of a header. Keys that a later version added are ignored."""
+    """An object of a header. Keys that a later version added are ignored.
+
+    Subclasses are read by pydantic: ``Record.model_validate_json(text, strict=True)`` raises a
+    ValidationError, which is a ValueError, for numbers out of bounds, NaN and infinity.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -44,7 +48,19 @@ class Part(BaseModel):
 
 
 class Spent(Part):
-    """Steps that a run may have taken: ``spent`` of spent.json, beside its checksum."""
+    """Steps that a run may have taken: ``spent`` of spent.json, beside its checksum.
+
+    Attributes:
+        earlier: events of the parts of the run before the last resume, and of what else was done to
+            the records, such as histograms.
+        event: steps of the current part as planned.
+        base: step after which the current part begins.
+        begun: last step that may have begun, from ``base`` to ``base + event.steps``.
+        seeded: whether randomness came from --seed.
+        secure: whether randomness came from the operating system's generator.
+        score: event of the covered score; None for exact scores.
+        histograms: events of histograms that are planned and have not begun.
+    """
 
     earlier: Annotated[tuple[TrainingEvent, ...], Field(max_length=MOST_PARTS)]
     event: TrainingEvent
@@ -68,6 +84,15 @@ class MetricsLine(Part):
     """A line of metrics.jsonl: an evaluation, or that training diverged.
 
     Further keys are scores of the test records, and ``diverged``.
+
+    Attributes:
+        step: number of steps taken.
+        epoch: the step in epochs, which need not be whole.
+        epsilon: epsilon up to the step; None without privacy, and if it is infinite.
+        delta: delta of that epsilon; None without privacy.
+        seconds: training time so far, without evaluation; None if it is not published.
+        test_samples: number of test records; None without.
+        test_loss: mean loss on them; None without, and if it is not finite.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -100,14 +125,31 @@ Config = Annotated[dict[str, Any], AfterValidator(_with_source)]
 
 
 class Histogram(Part):
-    """A noisy histogram of training records: counts of cells, and the deviation of their noise."""
+    """A noisy histogram of training records, with cells as :mod:`dpmac_cli.dp.histogram` has them.
+
+    Attributes:
+        counts: noisy count of each cell, which may be negative.
+        noise: standard deviation of the noise in each of them, in records.
+    """
 
     counts: Annotated[tuple[AnyNumber, ...], Field(max_length=MOST_BINS)]
     noise: Annotated[float, Field(gt=0, le=MOST_NUMBER)]
 
 
 class Record(Part):
-    """Everything in a checkpoint but its tensors: the step, the settings and the history."""
+    """Everything in a checkpoint but its tensors: the step, the settings and the history.
+
+    Attributes:
+        state: steps taken, and the optimizer's kappa*.
+        config: settings of the run, by flag, as in config.yaml.
+        searched: whether the run is a trial of a search.
+        history: lines of metrics.jsonl so far.
+        seconds: training time so far, without evaluation.
+        facts: what must be unchanged to resume, see :attr:`.PreparedRun.compared`.
+        start: public seed of the initial weights.
+        parts: number of parts of the run before this one, see :class:`.Ledger`.
+        histogram: histogram of the training records that was released; None if there is none.
+    """
 
     state: _State
     config: Config
@@ -121,11 +163,15 @@ class Record(Part):
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Return the history as JSON values."""
+        """Return the history as JSON values, with the keys that each line was written with."""
         return [line.model_dump(mode="json", exclude_unset=True) for line in self.history]
 
 
 class Versioned(Part):
-    """Header of a checkpoint of any version."""
+    """Header of a checkpoint of any version, of which nothing else is read.
+
+    Attributes:
+        version: format of the checkpoint, see :data:`.checkpoint.VERSION`.
+    """
 
     version: int

@@ -22,25 +22,43 @@ class Ledger(Account):
     """Account of a run that is being trained, which begins nothing that is not on disk.
 
     A part of a run uses one set of keys. Every resume starts a new part, whose ``earlier`` accounts
-    are the parts before.
+    are the parts before. See :class:`~dpmac_cli.accounting.account.Account` for how events begin.
 
     Attributes:
-        run: folder of the run, which it has before its first step.
-        reserved: last step that is on disk as begun.
+        run: folder of the run, which it has before its first step; None until then.
+        reserved: last step that is on disk as begun. Steps up to it begin without another write.
     """
 
     run: Path | None = None
     reserved: int = 0
 
     def record_before(self, event: TrainingEvent) -> None:
-        """Record an event on disk, and reserve at most a hundredth of all steps. Raises OSError."""
+        """Record an event on disk before it begins. The account calls it.
+
+        Of the steps of training, at most a hundredth more are reserved at once, so that few steps
+        wait for the disk. A run that is killed counts them all.
+
+        Args:
+            event: the event that is about to begin.
+
+        Raises:
+            OSError: it cannot be written, so nothing may begin.
+            ValueError: the ledger has no folder.
+        """
         if not self.is_of_training(event):
             self._write(self.reserved, (*self.others, event))
         elif (step := self.begun + event.steps) > self.reserved:
             self._write(min(self.end, step + self.event.steps // RESERVED), self.others)
 
     def record(self) -> None:
-        """Record on disk exactly what has begun, with sync. Raises OSError."""
+        """Record on disk exactly what has begun, with sync.
+
+        Steps that were only reserved no longer count.
+
+        Raises:
+            OSError: it cannot be written. The file before is unchanged, and counts no less.
+            ValueError: the ledger has no folder.
+        """
         self._write(self.begun, self.others)
 
     def _write(self, begun: int, others: tuple[TrainingEvent, ...]) -> None:
@@ -72,9 +90,9 @@ State = Literal["finished", "interrupted", "budget-spent"]
 def state_of(step: int, account: Account, planned: TrainingEvent) -> State:
     """Return how a run ended whose weights have taken ``step`` steps.
 
-    It took all its steps (finished), it was stopped (interrupted), or epsilon would have exceeded
-    ``max_epsilon`` (budget-spent). A run that was calibrated for an epsilon may end earlier, by the
-    steps that were lost.
+    It took all its steps ("finished"), it was stopped ("interrupted"), or epsilon would have
+    exceeded ``max_epsilon`` ("budget-spent"). A run that was calibrated for an epsilon may end
+    earlier, by the steps that were lost, and is finished then.
 
     Args:
         step: last step of the weights.
@@ -94,6 +112,9 @@ def counts_score(base: int, begun: int, end: int) -> bool:
         base: step after which the part begins.
         begun: last step that may have begun.
         end: step at which the part ends as planned. A part without steps has no score.
+
+    >>> counts_score(0, 9, 10), counts_score(0, 10, 10), counts_score(10, 10, 10)
+    (False, True, False)
     """
     return base < end <= begun
 
@@ -102,7 +123,11 @@ def read_ledger(run: Path) -> Account | None:
     """Return the account in a run's ledger; None if it is missing or damaged.
 
     It has no delta and no target, which are settings. A file whose checksum does not fit is
-    damaged: no part of it is used, because it might count less than was spent.
+    damaged: no part of it is used, because it might count less than was spent. None must not be
+    understood as "nothing was spent": see :func:`begun_events`.
+
+    Args:
+        run: folder of the run.
     """
     try:
         spent = files.checked((run / folder.CHECKPOINTS / FILE).read_bytes(), "spent")
@@ -130,7 +155,7 @@ def begun_events(
     """Return the events of all that may have begun in a folder; () if there are none.
 
     Args:
-        run: the folder.
+        run: the folder, which need not exist.
         planned: events of the run that it is for. A run whose ledger is missing or damaged counts
             as them.
         whole: whether the last part counts with all its planned steps, and a run that has not begun

@@ -43,11 +43,12 @@ from dpmac_cli.training.carried_accounts import carried_by
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Network and data of a run.
+    """Network and data of a run, as :func:`prepare` returns them.
 
     Attributes:
-        model: the whole network, which takes images and is published.
-        trained: the part that is trained on ``data``, without frozen features.
+        model: the whole network, which takes records as they are read and is published.
+        trained: the part that is trained on ``data``, without frozen features; ``model`` itself if
+            nothing is frozen.
         data: the records, or their features under the frozen part.
         uncounted: what counts records before the first step, and returns ``data``, which until then
             has the shapes of the records alone; None if nothing is counted.
@@ -56,7 +57,8 @@ class PreparedRun:
         notes: messages for the user.
         private_notes: notes on the records, for the person who holds them.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
-        built_by: call that built a user-supplied network, as code; its file may change later.
+        built_by: call that built a user-supplied network, as code; its file may change later. ""
+            for other networks.
     """
 
     model: nn.Module
@@ -72,7 +74,11 @@ class PreparedRun:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Facts that must be unchanged for a run to continue, by their names, as JSON values."""
+        """Facts that must be unchanged for a run to continue, by their names, as JSON values.
+
+        The names are words of messages: "numbers of records" (training and test), "classes or
+        ranges" and "public weights" (SHA-256 or None).
+        """
         return {
             "numbers of records": [*self.data.sizes],
             "classes or ranges": json.loads(json.dumps(self.data.task.facts)),
@@ -81,7 +87,7 @@ class PreparedRun:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole network."""
+        """Number of parameters of the whole network, frozen ones included."""
         return sum(p.numel() for p in self.model.parameters())
 
 
@@ -102,12 +108,13 @@ def prepare(
         device: device of the network and the data.
         keys: keys, of which initial weights need one.
         data: records that were read for the plan, or data on the device; None to read them again.
-        model: a network to train in place, instead of the plan's.
+        model: a network to train in place, instead of the plan's; None to build the plan's.
 
     Raises:
-        InputError: the data cannot be used, or the plan freezes a part of a network that it does
-            not build.
-        ModelError: the model is not a torch module, or cannot be trained.
+        InputError: the data cannot be used, they have changed since the plan was made, or the plan
+            freezes a part of a network that it does not build.
+        ModelError: the model is not a torch module, cannot be trained, or was trained by dpmac
+            before.
     """
     passed_in, origin = model is not None, dict[str, Any]()
     if model is None:
@@ -157,7 +164,7 @@ def _with_features(plan: Plan, parts: FrozenFeatures, data: Data) -> tuple[Data,
 
 
 def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
-    """Load the data of a run onto a device.
+    """Load the data of a run onto a device, without features: records as they are read.
 
     Args:
         plan: plan of the run.
@@ -171,7 +178,15 @@ def load(plan: Plan, device: torch.device, data: Dataset | None = None) -> Data:
 
 
 def read_again(plan: Plan) -> Dataset:
-    """Read the records of a plan. Raises InputError if they are not those that it was made for."""
+    """Read the records of a plan.
+
+    Args:
+        plan: plan of a run, which has the facts of its dataset as they were read for it.
+
+    Raises:
+        InputError: the records cannot be read, have other public facts, such as another number, or
+            some of them are both trained and tested on.
+    """
     data, facts = read(plan.settings), plan.facts
     as_read = facts.records.model_copy(update={"standardised": True})
     if data.facts.public != replace(facts, records=as_read).public:
@@ -186,11 +201,14 @@ def read_again(plan: Plan) -> Dataset:
 
 
 def cut_network(plan: Plan, model: nn.Module) -> FrozenFeatures | None:
-    """Return the frozen part, which runs once per record, and the trained one, if it has both.
+    """Return a network as its frozen part, which runs once per record, and its trained part.
 
     Args:
         plan: plan of the run.
         model: its network, which is not changed.
+
+    Returns:
+        Both parts; None if all of the network runs in every step.
     """
     if isinstance(model, FrozenFeatures):
         return model

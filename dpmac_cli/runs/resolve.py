@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A validated plan, and notes for the user.
+    """A validated plan, and notes for the user, as :func:`resolve` returns them.
 
     Attributes:
         plan: the plan, whose settings are complete.
         notes: probable mistakes in settings, which no private record decides; settings are in
-            braces, as in an error.
+            braces, as in an error. () if there are none.
         chosen: what the recipe chose, with reasons.
         data: your own dataset, which was read for the plan. None for a registered dataset, which
             is read when training begins.
@@ -40,7 +40,10 @@ class Resolved:
 
     @property
     def private_notes(self) -> tuple[str, ...]:
-        """Return notes about the records, for the person who holds them: do not publish or log."""
+        """Return notes about the records, for the person who holds them: do not publish or log.
+
+        () for a registered dataset. Settings are named as keywords of Python.
+        """
         if self.data is None:
             return ()
         return tuple(map(as_keywords, checks.private_notes(self.plan, self.data.notes)))
@@ -57,19 +60,27 @@ def resolve(
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
 
+    Nothing is written, and no network is built. Your own records are read; those of a registered
+    dataset are not.
+
     Args:
         settings: a model, or values by name, as text or of their types; None and False if not
             given.
-        file: YAML file with flag names as keys, or the values of a run to change, by name.
+        file: YAML file with flag names as keys, or the values of a run to change, by name; None for
+            none.
         earlier: events on the same records, which a target epsilon must cover too.
         data: your own dataset, if it was read before; None to read it.
         noise: event of a run that has begun, whose noise it has; None for that of the settings.
-        keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
+        keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``. They take
+            precedence over ``settings``.
 
     Raises:
         InputError: lists every invalid value; if there is none, every fault of the dataset; if
             there is none, every fault of settings together.
         BudgetError: no noise meets the target epsilon.
+
+    >>> resolve(dataset="digits", sigma=2, epochs=5).plan.event.noise_multiplier
+    2.0
     """
     flags = {**values_of(settings), **keywords}
     chosen = given_settings(flags, file)
@@ -92,14 +103,16 @@ def _read(settings: Settings) -> "Dataset":
 
 
 def settings_of_data(values: Values, file: Path | None = None) -> Settings:
-    """Return the settings of a dataset alone.
+    """Return the settings of a dataset alone, to read it as a run did.
 
     Args:
-        values: values by name, as text or of their types; None if not given.
-        file: config.yaml of a run, of which only the settings of its dataset are read.
+        values: values by name, as text or of their types; None if not given. They take precedence.
+        file: config.yaml of a run, of which only the settings of its dataset are read; None for
+            none.
 
     Raises:
-        InputError: lists every fault found.
+        InputError: lists every fault found; or the run's records were in memory of a program, and
+            ``values`` name no others.
     """
     recorded, places = ({}, {}) if file is None else read_yaml(file)
     above = {name: value for name, value in values.items() if is_given(value)}

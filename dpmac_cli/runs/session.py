@@ -31,15 +31,15 @@ PROGRESS_EVERY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A run is about to take its first step, or the first since it was resumed.
+    """A run is about to take its first step, or the first since it was resumed: its first event.
 
     Attributes:
         plan: plan of the run.
         folder: its folder.
         parameters: number d of trained parameters, and of all parameters.
-        done: steps taken before.
+        done: steps taken before; 0 for a new run.
         steps: last step, limited by --max-epsilon.
-        notes: messages for the user.
+        notes: messages for the user, in which settings are in braces.
         private_notes: notes on the records, for the person who holds them.
     """
 
@@ -109,13 +109,14 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Return the last step of the run."""
+        """Return the last step of the run, which the budget may have moved."""
         return self.account.end
 
     def begin_files(self) -> None:
         """Write config.yaml and the metrics. A report of an earlier model is removed.
 
-        Raises OSError.
+        Raises:
+            OSError: a file cannot be written or removed.
         """
         folder.unpublish(self.where)
         files.write_atomically(
@@ -146,16 +147,20 @@ class Session:
         checkpoint.save(self.where, {**state.tensors(), **self.trainer.ranges}, record)
 
     def drive(self, stop: Callable[[], bool]) -> Iterator["SessionEvent"]:
-        """Train to the end, and write the files that are not published.
+        """Train to the end, and write the files that are not published. Call it once.
+
+        Ranges that are found by counts are found before the first step.
 
         Args:
-            stop: called after every step; True ends the run early.
+            stop: called after every step; True ends the run early, with its state saved.
 
         Yields:
             that it starts, updates, and at the end the session itself.
 
         Raises:
-            DivergedError: a parameter is no longer finite; metrics.jsonl says so.
+            DivergedError: a parameter is no longer finite; metrics.jsonl says so, and the last
+                checkpoint is of an earlier step.
+            OSError: a file cannot be written.
         """
         yield Started(
             plan=self.plan,
@@ -280,7 +285,7 @@ class Session:
         return self.account.bound(step)
 
     def write_metrics(self) -> None:
-        """Write metrics.jsonl. Raises OSError."""
+        """Write metrics.jsonl from ``history``, atomically. Raises OSError."""
         lines = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in self.history)
         files.write_atomically(self.where / folder.METRICS, lines.encode())
 
@@ -299,14 +304,14 @@ def metrics_line(
     epsilon: float,
     result: Evaluation | PrivateScore | None,
 ) -> dict[str, Any]:
-    """Return a line of metrics.jsonl.
+    """Return a line of metrics.jsonl, as JSON values.
 
     Args:
         plan: plan of the run.
         step: number of steps taken.
         seconds: training time so far, without evaluation.
-        epsilon: epsilon that is shown; infinite without privacy.
-        result: the scores; None if no records are tested on.
+        epsilon: epsilon that is shown; infinite without privacy, which becomes None.
+        result: the scores; None if no records are tested on, and the line has no keys of scores.
     """
     return {
         "step": step,
@@ -334,8 +339,8 @@ def config_file(recorded: Values, event: TrainingEvent) -> str:
     """Return the content of config.yaml: what was asked for and, as comments, what came of it.
 
     Args:
-        recorded: settings of the run, by name.
-        event: event of the run, or of a part of it.
+        recorded: settings of the run, by name with underscores.
+        event: event of the run, or of a part of it, for the noise and the length of an epoch.
     """
     sigma, per_epoch = event.noise_multiplier, event.steps_per_epoch
     epochs = recorded.get("epochs")
@@ -354,10 +359,15 @@ def checkpoint_due(every: str | None, step: int, steps: int, seconds: float, cos
     """Return whether a checkpoint is due at a step.
 
     Args:
-        every: value of ``--checkpoint-every``; None for the default.
+        every: value of ``--checkpoint-every``: a number of steps such as "100", or of seconds such
+            as "60s"; None for the default (:data:`SECONDS`, :data:`PARTS`, :data:`SHARE`).
         step: number of steps taken, of ``steps`` of the run.
+        steps: number of steps of the run.
         seconds: time since the last checkpoint.
         cost: seconds that the last checkpoint took.
+
+    >>> checkpoint_due("100", 200, 1000, 1.0, 0.1), checkpoint_due("60s", 200, 1000, 1.0, 0.1)
+    (True, False)
     """
     if every is None:
         part = step % math.ceil(steps / PARTS) == 0

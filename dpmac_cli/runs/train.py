@@ -66,17 +66,20 @@ class Inherited:
 
     @property
     def earlier(self) -> tuple[Account, ...]:
-        """Return the accounts of all that was done to the records before."""
+        """Return the accounts of all that was done to the records before; () for a new run."""
         return () if self.account is None else self.account.past
 
     @property
     def base(self) -> int:
-        """Return the step after which the session begins."""
+        """Return the step after which the session begins; 0 for a new run."""
         return 0 if self.saved is None else self.saved.step
 
     @property
     def interrupted(self) -> Account | None:
-        """Return the account of the same run, which may count steps that were lost."""
+        """Return the account of the same run, which may count steps that were lost.
+
+        None for a new run, and for one that continues in another folder.
+        """
         return None if self.elsewhere else self.account
 
     @property
@@ -86,7 +89,11 @@ class Inherited:
 
     @property
     def histogram(self) -> NoisyHistogram | None:
-        """Return the histogram that the same run has, which it does not pay for again."""
+        """Return the histogram that the same run has, which it does not pay for again.
+
+        None if it has none. A run that continues in another folder counts again, for its other
+        weights.
+        """
         if self.saved is None or self.elsewhere or self.saved.record.histogram is None:
             return None
         stored = self.saved.record.histogram
@@ -99,22 +106,27 @@ def new_run(
     data: Dataset | Data | None,
     ranks: Ranks | None,
 ) -> Generator[SessionEvent, None, None]:
-    """Train a new run up to its last step.
+    """Train a new run up to its last step. A generator: the run advances as its events are taken.
+
+    An old run in the chosen folder is removed only when this one is ready for its first step.
 
     Args:
         plan: plan of the run.
         stop: called after every step; True ends the run early.
         data: records of the plan, or data on the device; None to read them.
-        ranks: the processes of the run; None for one.
+        ranks: the processes of the run, of which this is the first; None for one.
 
     Yields:
-        that it starts, updates, and the session, whose model is trained and not yet published.
+        that it starts, updates, and the session, whose model is trained and not yet published. The
+        folder is locked until the next event is asked for.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
         BudgetError: the budget allows no step.
         ModelError: the model mixes samples.
-        RunError: training diverged, memory ran out, or the device failed.
+        RunError: training diverged, memory ran out, or the device failed. What was saved can be
+            resumed by :func:`continued_run`.
+        KeyboardInterrupt: ``stop`` returned True while features were computed.
     """
     with torch_failures_explained():
         folder.check_place(plan)
@@ -146,9 +158,13 @@ def continued_run(
 ) -> Generator[SessionEvent, None, None]:
     """Resume a run up to its last step, in its folder or, with the setting ``out``, in another one.
 
+    A generator: the run advances as its events are taken. It has new keys, and counts all steps
+    that may have begun before.
+
     Args:
         run: folder of the run.
-        flags: settings that change, by name.
+        flags: settings that change, by name, as text or of their types. {} for none. Which may
+            change depends on whether ``out`` is among them.
         stop, data, ranks: see :func:`new_run`.
 
     Yields:
@@ -186,7 +202,7 @@ def _session(
         before: what a resumed run has done.
         stop: see :func:`dpmac_cli.release.train.train_plan`.
         data: records of the plan, or data on the device; None to read them.
-        ranks: the processes of the run.
+        ranks: the processes of the run; None for one.
     """
     device = choose_device(plan.settings.device, ranks)
     plan = plan.on(str(device))

@@ -40,6 +40,10 @@ from dpmac_cli.training.step import Step, mechanism_of
 class Trainer(Step):
     """Steps on the records of a dataset, and the scores of its test records.
 
+    :func:`make_trainer` makes it. The order of calls is :meth:`count`, :meth:`step` for each step,
+    :meth:`calibrate` after the last one, and :meth:`score`; those that have nothing to do return at
+    once.
+
     Attributes:
         sums: clipped sum over training records.
         covered: event and noise of the covered score; None for exact scores.
@@ -47,7 +51,7 @@ class Trainer(Step):
             if nothing is counted, or it was.
         counted: event of the histogram of the training records, its noise, and the key that says
             which records are drawn for it; None without.
-        histogram: that histogram, once it was released.
+        histogram: that histogram, once it was released; None before, and without.
     """
 
     sums: DataSum
@@ -59,7 +63,7 @@ class Trainer(Step):
 
     @property
     def data(self) -> Data:
-        """Return the dataset."""
+        """Return the dataset. Before :meth:`count`, it may have the shapes of its inputs alone."""
         return self.sums.data
 
     @property
@@ -75,12 +79,15 @@ class Trainer(Step):
         return task.at(threshold)
 
     def step(self) -> None:
-        """Take a step, the first one after what is counted before it."""
+        """Take a step, the first one after what is counted before it.
+
+        For errors see :meth:`.Step.step`.
+        """
         self.count()
         super().step()
 
     def will_count(self, records: Uncounted | None, keys: Keys) -> None:
-        """Count records before the first step.
+        """Plan to count records before the first step. Nothing is counted yet.
 
         Args:
             records: the records; None if nothing is counted.
@@ -93,8 +100,14 @@ class Trainer(Step):
     def count(self) -> bool:
         """Find ranges by noisy counts of the training records, if there are any to find.
 
-        Return whether they were: once, before the first step. Until then there are no records to
-        train on.
+        Their events begin in the account before records are read. Until then there are no records
+        to train on.
+
+        Returns:
+            Whether they were found by this call: once, before the first step.
+
+        Raises:
+            BudgetError: the budget of the account does not allow the counts.
         """
         if self.uncounted is None:
             return False
@@ -105,7 +118,11 @@ class Trainer(Step):
 
     @property
     def ranges(self) -> dict[str, Tensor]:
-        """Return the ranges and ranks that were counted, by name; {} if there are none."""
+        """Return the ranges and ranks that were counted, by name; {} if there are none.
+
+        Names begin with :data:`RANGES`. They are computed after noise, and part of every
+        checkpoint.
+        """
         if self.uncounted is not None or self._inputs is None:
             return {}
         tensors = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
@@ -116,7 +133,11 @@ class Trainer(Step):
         return tensors
 
     def restore_ranges(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take ranges that were counted and paid for before, from the tensors of a checkpoint."""
+        """Take ranges that were counted and paid for before, so that nothing is counted again.
+
+        Args:
+            tensors: tensors of a checkpoint. Without ranges among them, nothing happens.
+        """
         ranges = ranges_in(tensors)
         if self.uncounted is None or not ranges:
             return
@@ -131,7 +152,13 @@ class Trainer(Step):
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
-        """Use averaged parameters, if there are any, as for scoring and publishing."""
+        """Use averaged parameters within a context, as for scoring and publishing.
+
+        Without averages, those of the last step are used.
+
+        Yields:
+            The whole network. After the context it has the last parameters again.
+        """
         theta, average = self.state.theta, self.state.average
         if average is None:
             yield self.model
@@ -144,19 +171,29 @@ class Trainer(Step):
             theta.copy_(last)
 
     def evaluate(self, *, covered: bool = False) -> Evaluation:
-        """Score the published model on every test record.
+        """Score the published model on every test record, without noise.
 
-        If they are ``covered``, none changes how another is rounded. Raises InputError if there are
-        no test records.
+        Args:
+            covered: whether the records are covered by epsilon, so that none may change how another
+                is rounded. The scores themselves are exact: only what is released of them is noisy.
+
+        Raises:
+            InputError: there are no test records.
         """
         with self.published() as model, full_float32(self.sums.arithmetic):
             data = replace(self.data, task=self.task)
             return evaluate(model, data, data.tested, covered=covered)
 
     def calibrate(self) -> bool:
-        """Release the histogram of the training records after the last step; return whether it is.
+        """Release the histogram of the training records after the last step, if one is planned.
 
         It is released once, under the weights that are published.
+
+        Returns:
+            Whether this call released it. False before the last step, and after it was released.
+
+        Raises:
+            BudgetError: the budget of the account does not allow it.
         """
         if self.counted is None or self.histogram is not None or self.state.step < self.steps:
             return False
@@ -170,8 +207,13 @@ class Trainer(Step):
     def score(self) -> Evaluation | PrivateScore | None:
         """Return the scores to report: exact ones, or for covered test records a noisy one.
 
-        It is released after the last step alone. None if there are no test records. Raises
-        ValueError if it was released before.
+        A covered score is released after the last step alone; before, its share is NaN.
+
+        Returns:
+            The scores; None if there are no test records.
+
+        Raises:
+            ValueError: a covered score was released before.
         """
         if self.data.test is None:
             return None
@@ -190,7 +232,14 @@ RANGES, TARGET = "ranges.", "target"
 
 
 def ranges_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the ranges among the tensors of a checkpoint, by their names in the network."""
+    """Return the ranges among the tensors of a checkpoint, by their names in the network.
+
+    Args:
+        tensors: tensors by name, of which those of ranges begin with :data:`RANGES`.
+
+    Returns:
+        The ranges, and those of the target by :data:`TARGET`. {} if nothing was counted.
+    """
     return {n.removeprefix(RANGES): t for n, t in tensors.items() if n.startswith(RANGES)}
 
 

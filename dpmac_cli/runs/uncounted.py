@@ -49,14 +49,14 @@ class Uncounted:
 
     @property
     def inputs(self) -> TableInputs:
-        """Return what makes inputs of rows."""
+        """Return the frozen part of the network, which makes inputs of rows by the ranges."""
         inputs = self.network.frozen
         assert isinstance(inputs, TableInputs)  # noqa: S101  (nothing else counts)
         return inputs
 
     @property
     def shapes(self) -> Data:
-        """Return data with the shapes of the inputs, which no record is in."""
+        """Return data with the shapes of the inputs, which no record is in: zeros for each row."""
         records, features = self.plan.facts.records, self.plan.features
         assert features is not None  # noqa: S101  (a table has them)
         zeros = torch.zeros(features.shape_of(records), device=self.data.gain.device)
@@ -68,9 +68,12 @@ class Uncounted:
     def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
         """Find ranges by noisy counts of the training records, and return the inputs of all rows.
 
+        Without privacy the ranges are exact. Test records are never counted.
+
         Args:
             noise: fresh random numbers, used only here.
-            begin: called with each event before records are read for it.
+            begin: called with each event before records are read for it. What it raises ends the
+                count.
         """
         split, task, events = self.data.train, self.data.task, [*self.plan.ranges]
         owners = None if split.units is None else split.units.owners
@@ -92,7 +95,11 @@ class Uncounted:
         return self.prepared(task)
 
     def prepared(self, task: Task) -> Data:
-        """Return the inputs of all rows under the ranges that there are, and targets of a task."""
+        """Return the inputs of all rows under the ranges that the network has now.
+
+        Args:
+            task: the task, whose targets the data gets.
+        """
         self.network.separate = True
         known = self.data.predicting(task)
         return featured(self.network, known, settings_of_features(self.plan), self.cache)
@@ -128,6 +135,12 @@ class Uncounted:
 
 
 def settings_of_features(plan: Plan) -> dict[str, object]:
-    """Return the settings that cached features depend on."""
+    """Return the settings that cached features depend on, by name.
+
+    With others, features are computed again.
+
+    Args:
+        plan: plan of the run.
+    """
     settings = {"isolate": plan.settings.isolate, **vars(plan.trained)}
     return settings if plan.features is None else settings | plan.features.values

@@ -31,14 +31,20 @@ def brief_workers(
 ) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets.
 
+    The key of layers is sent, those of noise and batches are not. The other side is
+    :func:`run_worker`. It returns once all ranks have agreed on what they compute.
+
     Args:
         ranks: the processes of the run, of which this is the first.
-        plan: plan of the run, and ``folder`` its folder.
-        task, trainer: its network, data and state.
+        plan: plan of the run.
+        folder: its folder, which messages of the other ranks name.
+        task: its network and data.
+        trainer: its state, which the other ranks take over.
         keys: keys, of which the others get those of layers and of the initial weights.
 
     Raises:
         InputError: ranks have other records, or compute otherwise.
+        RunError: another rank failed.
     """
     brief = {
         "config": by_flag(plan.recorded),
@@ -53,14 +59,17 @@ def brief_workers(
 
 
 def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
-    """Receive the run from rank 0, and work on it until rank 0 ends it.
+    """Receive the run from rank 0, and work on it until rank 0 ends it; then return.
+
+    The plan is that of rank 0, with the data and the device of this machine. Nothing is written.
 
     Args:
-        ranks: the processes of the run.
-        local: settings of this machine, ``data_dir`` and ``device``.
+        ranks: the processes of the run, of which this is not the first.
+        local: settings of this machine, ``data_dir`` and ``device``, by name; {} for the defaults.
 
     Raises:
-        DpmacError: this rank or another one cannot continue.
+        DpmacError: this rank or another one cannot continue. The message has the command that
+            resumes the run, if training had begun.
     """
     brief = None
     try:

@@ -26,7 +26,7 @@ class Claim:
 
     Attributes:
         silo: random name of the silo's account.
-        unit: unit of privacy.
+        unit: unit of privacy, in words.
         n: number of records.
         sampling_rate: probability that a step uses a record.
         sigma: noise multiplier.
@@ -71,7 +71,10 @@ class Federation:
 
     @property
     def statement(self) -> str:
-        """Return the guarantee in plain sentences."""
+        """Return the guarantee in plain sentences, to publish with the model.
+
+        It names every silo's epsilon, and what is not covered.
+        """
         costs = [
             f"silo {number}: epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}, for "
             f"one {claim.unit}"
@@ -86,7 +89,10 @@ class Federation:
 
     @property
     def report(self) -> str:
-        """Return a card of the final model, in Markdown."""
+        """Return a card of the final model, in Markdown.
+
+        It has a table of the silos, :attr:`statement`, and that all of it is their own word.
+        """
         head = "| silo | unit | records | sampling rate | sigma | steps (lost) | epsilon | delta |"
         table = [head, "|---" * 8 + "|"]
         for number, (claim, lost) in enumerate(self.silos, 1):
@@ -122,12 +128,14 @@ def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = 
     """Return what the claims of all rounds of all silos mean together.
 
     Args:
-        claims: every claim that the server received, each silo's in order.
-        server: who ran the server.
-        aggregation: how weights were averaged, such as "mean with equal weights".
+        claims: every claim that the server received, each silo's in order. One that was received
+            twice counts once.
+        server: who ran the server; "" if that is not to be stated.
+        aggregation: how weights were averaged, such as "mean with equal weights"; "" as above.
 
-    Raises InputError without a claim, or if a silo's steps did not rise from round to round: its
-    account was replaced.
+    Raises:
+        InputError: there is no claim; or a silo's steps did not rise from round to round, because
+            its account was replaced.
     """
     by_silo: dict[str, list[Claim]] = {}
     for claim in claims:

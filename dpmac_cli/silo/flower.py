@@ -18,11 +18,12 @@ from dpmac_cli.silo.silo import REFUSED, Silo, SiloError
 
 
 def client_app(make_silo: Callable[[Context], Silo]) -> ClientApp:
-    """Return a client that trains, and does nothing else.
+    """Return a client that trains, and does nothing else. Run it as Flower's ``ClientApp``.
 
     Args:
-        make_silo: returns the silo of a node. It is called for every message, because Flower
-            starts a process for each. Reasons of its failures are printed where the node runs.
+        make_silo: returns the silo of a node, not open yet. It is called for every message, because
+            Flower starts a process for each. Reasons of its failures are printed where the node
+            runs.
     """
     app = ClientApp()
 
@@ -34,7 +35,16 @@ def client_app(make_silo: Callable[[Context], Silo]) -> ClientApp:
 
 
 def answer(make_silo: Callable[[Context], Silo], message: Message, context: Context) -> Message:
-    """Return the reply of a node to a message. Raises SiloError, and nothing else."""
+    """Return the reply of a node to a message: weights, and the silo's claim.
+
+    Args:
+        make_silo: see :func:`client_app`.
+        message: message of the server, with weights ("arrays") and the round ("config").
+        context: Flower's facts of the node and the run.
+
+    Raises:
+        SiloError: the silo does not answer. Nothing else is raised, because Flower sends its text.
+    """
     message_to_server = REFUSED
     try:
         config, arrays = message.content["config"], message.content["arrays"]
@@ -66,14 +76,15 @@ def _node(number: int) -> str:
 
 
 class SiloAvg(FedAvg):
-    """Mean of the silos' weights, all equal, which keeps their claims.
+    """Strategy of Flower's server: the mean of the silos' weights, all equal, with their claims.
 
-    It tells the silos what the server has seen of them, and of their nodes, so that one whose
-    account was restored notices, and one that was deleted within a run.
+    It keeps the claims, and tells the silos what the server has seen of them, and of their nodes,
+    so that one whose account was restored notices, and one that was deleted within a run.
 
     Args:
-        claims: claims of earlier runs.
-        settings: arguments of Flower's ``FedAvg``.
+        claims: claims of earlier runs. Keep them between runs, so that a restored account is
+            noticed.
+        settings: arguments of Flower's ``FedAvg``, without ``fraction_evaluate``.
 
     Attributes:
         claims: all claims, for :func:`~dpmac_cli.federation`.
@@ -87,7 +98,10 @@ class SiloAvg(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Add the largest number of steps that was seen of each silo, and of each node."""
+        """Add the largest number of steps that was seen of each silo, and of each node.
+
+        Flower calls it before each round. Arguments and result are those of ``FedAvg``.
+        """
         seen = dict(self._of_nodes)
         for claim in self.claims:
             seen[claim.silo] = max(claim.begun, seen.get(claim.silo, 0))
@@ -97,7 +111,10 @@ class SiloAvg(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Keep the claims, and average the weights."""
+        """Keep the claims, and average the weights. Replies that are failures are left out.
+
+        Flower calls it after each round. Arguments and result are those of ``FedAvg``.
+        """
         received = list(replies)
         for reply in received:
             if reply.has_content():

@@ -23,7 +23,8 @@ def serve(silo: Silo, seen: int = 0) -> int:
     Returns:
         The largest one after this job.
 
-    Raises SiloError, whose text a server may see.
+    Raises:
+        SiloError: the silo does not answer; a server may see its text.
     """
     flare.init()
     with silo:

@@ -34,7 +34,7 @@ class Round(BaseModel):
 
 
 class Rounds(BaseModel):
-    """Settings and rounds of a silo.
+    """Settings and rounds of a silo, as they are in its folder. :func:`read_rounds` reads them.
 
     Attributes:
         settings: settings of the silo, as they must be in every process.
@@ -61,18 +61,28 @@ class Rounds(BaseModel):
         """Return the number of steps of the silo among the events of its account.
 
         They are those with its noise multiplier. An account that others share may have more.
+
+        Args:
+            events: events of the account.
         """
         return sum(event.steps for event in events if event.noise_multiplier == self.sigma)
 
     def lost(self, events: Iterable[TrainingEvent]) -> int:
-        """Return the number of rounds without a reply, by the events of the silo's account."""
+        """Return the number of rounds without a reply, which cost as much as others.
+
+        Args:
+            events: events of the silo's account.
+        """
         steps: int = self.settings["steps"]
         return self.begun_in(events) // steps - self.answered
 
     def left(self, events: Iterable[TrainingEvent]) -> int:
-        """Return the number of rounds that epsilon still allows, by the events of the account.
+        """Return the number of rounds that epsilon still allows; 0 if all are taken.
 
         With an account that others share, there may be fewer by then.
+
+        Args:
+            events: events of the silo's account.
         """
         rounds: int = self.settings["rounds"]
         steps: int = self.settings["steps"]
@@ -81,10 +91,13 @@ class Rounds(BaseModel):
     def enter(self, run: str, number: int, weights: str) -> Round:
         """Return the round of a request, which may have begun before.
 
+        A new round is added to ``rounds``; it is not on disk until :meth:`write`.
+
         Args:
             run, number, weights: as in :class:`Round`.
 
-        Raises InputError for a round that was begun with other weights, or is older than another.
+        Raises:
+            InputError: the round was begun with other weights, or is older than another.
         """
         for known in self.rounds:
             if (known.run, known.number) == (run, number):
@@ -97,13 +110,27 @@ class Rounds(BaseModel):
         return self.rounds[-1]
 
     def write(self, folder: Path) -> None:
-        """Write to a silo's folder, with sync. Raises OSError."""
+        """Write to a silo's folder, with sync.
+
+        Args:
+            folder: the folder, which must exist.
+
+        Raises:
+            OSError: it cannot be written. The file before is unchanged.
+        """
         text = files.with_checksum("silo", self.model_dump(mode="json"))
         files.write_atomically(folder / ROUNDS, text.encode(), files.PRIVATE_MODE)
 
 
 def read_rounds(folder: Path) -> Rounds:
-    """Return the rounds in a silo's folder. Raises InputError if they are missing or damaged."""
+    """Return the rounds in a silo's folder, after their checksum was compared.
+
+    Args:
+        folder: folder of the silo.
+
+    Raises:
+        InputError: they are missing or damaged.
+    """
     try:
         values = files.checked((folder / ROUNDS).read_bytes(), "silo")
         return Rounds.model_validate_json(json.dumps(values))

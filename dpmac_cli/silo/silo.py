@@ -59,12 +59,15 @@ CHOSEN = ("sigma", "epochs", "max_epsilon", "seed")
 
 
 class SiloError(DpmacError):
-    """A silo does not answer: one of the texts above, which a server may see."""
+    """A silo does not answer: one of the texts above, which a server may see.
+
+    They are :data:`LOCKED`, :data:`USED_UP`, :data:`REFUSED` and :data:`NOT_OPEN`.
+    """
 
 
 @dataclass(frozen=True)
 class Reply:
-    """All that leaves a silo in a round.
+    """All that leaves a silo in a round. It was computed after noise.
 
     Attributes:
         weights: trained parameters by name, after noise, on the CPU. Buffers stay.
@@ -197,6 +200,7 @@ class Silo:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Unlock the folder. The silo can be opened again by another ``with``."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -204,17 +208,25 @@ class Silo:
 
     @property
     def name(self) -> str:
-        """Return the random name of this silo's account."""
+        """Return the random name of this silo's account. Raises SiloError outside of ``with``."""
         return self._open.number
 
     @property
     def epsilon(self) -> float:
-        """Return the privacy cost of all that has begun on these records."""
+        """Return the privacy cost of all that has begun on these records.
+
+        Raises:
+            SiloError: the silo is not open: outside of ``with``.
+        """
         return self._open.epsilon
 
     @property
     def rounds_left(self) -> int:
-        """Return the number of rounds that epsilon still allows."""
+        """Return the number of rounds that epsilon still allows; 0 if all are taken.
+
+        Raises:
+            SiloError: the silo is not open: outside of ``with``.
+        """
         events = self._open.own
         return self._rounds.left(events)
 
@@ -223,6 +235,9 @@ class Silo:
         """Return the meaning of the guarantee, in plain sentences.
 
         It is about everything in the account of these records, and says what is not covered.
+
+        Raises:
+            SiloError: the silo is not open: outside of ``with``.
         """
         return self._open.statement
 

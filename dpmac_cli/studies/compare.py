@@ -27,7 +27,8 @@ def compare(
         [(cell.name, cell.mean, cell.std) for cell in study.cells]
 
     Each run is a command in a process of its own, whose folder in ``out`` is found by its settings:
-    finished runs are reused, and interrupted runs are resumed.
+    finished runs are reused, interrupted runs are resumed. A run that fails does not end the
+    others.
 
     Args:
         out: folder of the study, with a table (compare.json, .csv, .md) and the runs.
@@ -40,7 +41,8 @@ def compare(
         The cells of the table, with the score of each seed, and why runs failed, if some did.
 
     Raises:
-        InputError: lists every fault found; nothing was trained.
+        InputError: lists every fault found; nothing was trained. Or another process works in
+            ``out``.
         BudgetError: no noise meets a target epsilon.
     """
     where, dataset = Path(out), settings.get("dataset")
@@ -64,5 +66,9 @@ def compare(
 
 
 def unfinished(study: Grid) -> list[Run]:
-    """Return the runs of a study that have no report of a finished run."""
+    """Return the runs of a study that have no report of a finished run; [] if all have.
+
+    Args:
+        study: the study, whose folders are read.
+    """
     return [run for run in study.runs if finished_report(run) is None]

@@ -65,8 +65,12 @@ def read_values(
     Args:
         model: settings of the study itself.
         flags: field name -> comma-separated text, a list of values, or None.
-        file: YAML file with flag names as keys, and values or lists of values.
-        errors: faults are added to these.
+        file: YAML file with flag names as keys, and values or lists of values; None for none.
+        errors: faults are added to these; nothing is raised.
+
+    Returns:
+        The settings of the study, and a list of values for each setting that was typed, by its
+        name. Values are as they were typed. If there are faults, they must not be used.
     """
     faults = list[str]()
     merged, places = layered(flags, file, several_runs=True)
@@ -88,6 +92,10 @@ def listed_values(name: str, value: Any) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value.
 
     A list of the parts of a text with commas is one value: [1, 15] are weights of two classes.
+
+    Args:
+        name: name of the setting.
+        value: its value or values, of any type.
 
     >>> listed_values("lr", "0.1,0.2"), listed_values("class_weights", [1, 15])
     (['0.1', '0.2'], ['1,15'])
@@ -178,7 +186,7 @@ class Run:
     Attributes:
         plan: all its settings, with its folder and its seed.
         labels: settings that distinguish its row, by the names of their flags.
-        column: its value of the study's column setting.
+        column: its value of the study's column setting; infinity without privacy.
         typed: settings that were typed, by name, from which the others follow.
     """
 
@@ -189,7 +197,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the run."""
+        """Return the folder of the run, which need not exist."""
         assert self.plan.settings.out is not None  # noqa: S101  (a study sets it)
         return self.plan.settings.out
 
@@ -208,10 +216,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Grid:
-    """A validated study.
+    """A validated study, as :func:`plan` returns it.
 
     Attributes:
-        runs: all runs, grouped by cell.
+        runs: all runs, at least one, grouped by cell, with the seeds of a cell in their order.
         column: "sigma", or "epsilon" if the noise of each column meets a budget.
         notes: messages for the user.
         private_notes: notes on the records, for the person who holds them.
@@ -224,7 +232,10 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the settings that distinguish rows, by the names of their flags."""
+        """Return the settings that distinguish rows, by the names of their flags.
+
+        They have no dashes before them; "optimizer" is the first.
+        """
         return tuple(name for name, _ in self.runs[0].labels)
 
     @property
@@ -250,7 +261,10 @@ class Grid:
 
 
 def row_name(labels: Labels) -> str:
-    """Return the name of a row.
+    """Return the name of a row, with the optimizer alone and other settings by their names.
+
+    Args:
+        labels: names of flags and values; those with the value "" are left out.
 
     >>> row_name((("optimizer", "dp-macadam"), ("kappa", "paper"), ("lr", "")))
     'dp-macadam kappa paper'
@@ -265,13 +279,17 @@ def row_name(labels: Labels) -> str:
 def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
     """Build a grid from flags and a YAML file with lists of values. Flags take precedence.
 
+    Nothing is written. Your own records are read once.
+
     Args:
-        flags: field name -> comma-separated text, or None; with ``optimizers`` and ``seeds``.
-        file: YAML file with flag names as keys, and values or lists of values.
+        flags: field name -> comma-separated text, a list of values, or None; with ``optimizers``
+            and ``seeds``.
+        file: YAML file with flag names as keys, and values or lists of values; None for none.
         root: folder of all runs.
 
     Raises:
         InputError: lists every fault found.
+        BudgetError: no noise meets a target epsilon.
     """
     errors: list[str] = []
     study, values = read_values(StudyFlags, flags, None if file is None else Path(file), errors)
@@ -384,7 +402,7 @@ def _column(values: Mapping[str, list[str]]) -> str:
 
 
 def address(plan: Plan, seed: int, changed: int = 0) -> str:
-    """Return the name of a run's folder.
+    """Return the name of a run's folder, such as "digits-dp-adam-" and twelve hexadecimal digits.
 
     It depends on settings, seed and ``changed`` alone, and on no record, because names of folders
     may be published.
@@ -412,6 +430,9 @@ def last_change(plan: Plan) -> int:
 
     Runs on records, units or splits that were corrected since are none of a study's, because their
     epsilons may protect other units and do not add up.
+
+    Args:
+        plan: plan of a run. Of a folder of data, the times of all files in it count.
     """
     if not plan.facts.user_supplied:
         return 0

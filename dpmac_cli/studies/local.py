@@ -45,13 +45,19 @@ ERROR, STOPPED = "error: ", "stopped: "
 
 
 class Job(Protocol):
-    """A run in training, in another process or on another machine."""
+    """A run in training, in another process or on another machine.
+
+    :meth:`ended` is asked again and again; :meth:`failure` once, after it has returned True.
+    """
 
     def ended(self) -> bool:
         """Return whether it has ended."""
 
     def stop(self) -> None:
-        """Ask it to end after its step, and to save."""
+        """Ask it to end after its step, and to save; do not wait for that.
+
+        It may be called after the end.
+        """
 
     def failure(self) -> str | None:
         """Return why it did not finish, once it has ended; None if it did."""
@@ -67,7 +73,14 @@ class Executor(Protocol):
     slots: int
 
     def start(self, run: Run) -> Job:
-        """Begin to train a run. Raises InputError."""
+        """Begin to train a run, and return at once.
+
+        Args:
+            run: the run, whose folder no process uses.
+
+        Raises:
+            InputError: it cannot be started, with the reason.
+        """
 
 
 class Look(NamedTuple):
@@ -87,10 +100,11 @@ def carry_out(executor: Executor, runs: Sequence[Run], stop: Callable[[], bool])
     """Carry out runs of a study, and yield a look at them a few times per second.
 
     Others go on if one fails. A run that another process trains is not started: it is waited for.
+    After a request to stop, looks go on until all have ended.
 
     Args:
         executor: trains the runs. Those that remain at the end are asked to stop.
-        runs: the runs.
+        runs: the runs that are not finished.
         stop: called between looks; if True, every run finishes its step and saves.
     """
     study = _Study(executor, deque(runs))
@@ -187,9 +201,15 @@ class _Study:
 
 
 def prepares(plan: Plan) -> str:
-    """Return the name of what the first run on some records prepares for the others; "" if nothing.
+    """Return the name of what the first run on some records prepares for the others.
 
-    It downloads a dataset, decodes images, or computes features, and keeps them.
+    "" if that is nothing.
+
+    It downloads a dataset, decodes images, or computes features, and keeps them. Runs with the same
+    name must not do that at once.
+
+    Args:
+        plan: plan of a run.
     """
     facts = plan.facts
     if plan.features is not None:
@@ -203,6 +223,8 @@ def prepares(plan: Plan) -> str:
 
 def arguments(run: Run, device: str) -> list[str]:
     """Return the arguments of ``dpmac`` that train a run, or resume it from its checkpoint.
+
+    The first one is "train"; none is quoted for a shell.
 
     Args:
         run: a run of a study.
@@ -221,12 +243,21 @@ def arguments(run: Run, device: str) -> list[str]:
 
 
 def has_checkpoint(run: Run) -> bool:
-    """Return whether there is a checkpoint to resume a run from."""
+    """Return whether there is a checkpoint to resume a run from. It may be damaged.
+
+    Args:
+        run: a run of a study.
+    """
     return (run.folder / folder.CHECKPOINTS / folder.STATE).is_file()
 
 
 def clear_the_way(run: Run) -> None:
     """Remove what a command has left that was killed before the first step of a run.
+
+    A folder with a checkpoint, and one that is missing, stay as they are.
+
+    Args:
+        run: a run of a study.
 
     Raises:
         InputError: a step may have begun, but there is no checkpoint to resume the run from; or
@@ -260,6 +291,13 @@ def started_by(run: Run) -> list[str]:
 
     An optimizer of a program is registered by the import of its module, unless that is the script
     itself.
+
+    Args:
+        run: a run of a study.
+
+    Returns:
+        What stands between the interpreter and :func:`arguments`: ``-m dpmac_cli``, or a program
+        that imports the module first.
     """
     name = type(run.plan.optimizer).__module__
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -270,9 +308,17 @@ def started_by(run: Run) -> list[str]:
 
 
 class Command:
-    """Job of a command ``dpmac train`` in a process on this machine. Raises InputError.
+    """Job of a command ``dpmac train`` in a process on this machine, which begins at once.
 
     Ctrl-C in a terminal reaches it only by :meth:`stop`, so that it gets one request to stop.
+
+    Args:
+        run: the run.
+        device: the value of ``--device``.
+        threads: number of threads of the process.
+
+    Raises:
+        InputError: see :func:`clear_the_way`; no process was started.
     """
 
     def __init__(self, run: Run, device: str, threads: int) -> None:
@@ -293,12 +339,18 @@ class Command:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """Send SIGTERM, after which the run ends its step and saves."""
+        """Send SIGTERM, after which the run ends its step and saves.
+
+        A second one ends it at once.
+        """
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def failure(self) -> str | None:
-        """Return why the run did not finish; None if it did."""
+        """Return why the run did not finish; None if it did.
+
+        It waits for the process. Call it once.
+        """
         code = self._process.wait()
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")
@@ -360,7 +412,11 @@ class Commands:
     def start(self, run: Run) -> Job:
         """Begin to train a run in a process, on the GPU with the fewest runs if there are several.
 
-        Raises InputError.
+        Args:
+            run: the run.
+
+        Raises:
+            InputError: see :func:`clear_the_way`.
         """
         self._started = [(device, job) for device, job in self._started if not job.ended()]
         busy = [device for device, _ in self._started]
@@ -371,9 +427,16 @@ class Commands:
 
 
 def count_gpus(device: str) -> int:
-    """Return the number of GPUs for a value of ``--device``; 0 without. Raises InputError.
+    """Return the number of GPUs for a value of ``--device``.
 
-    Where there can be none, torch is not loaded, which takes seconds.
+    It is 0 for the CPU, and for "auto" without any. Where there can be none, torch is not loaded,
+    which takes seconds.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1" or "auto".
+
+    Raises:
+        InputError: the device is a GPU, and there is none.
     """
     has_driver = any(Path(driver).exists() for driver in DRIVERS)
     if device == "cpu" or (device == "auto" and not has_driver):

@@ -31,11 +31,13 @@ RETRIES = 3
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a Ray cluster. Ray's usage statistics are off.
+    """Connect to a Ray cluster within a context. Ray's usage statistics are off.
+
+    A cluster that was started for it ends with the context; another one goes on.
 
     Args:
-        address: address of the cluster; None for RAY_ADDRESS, or without it a new cluster on this
-            machine.
+        address: address of the cluster, such as "10.0.0.1:6379"; None for RAY_ADDRESS, or without
+            it a new cluster on this machine.
 
     Raises:
         InputError: the cluster does not answer.
@@ -71,10 +73,19 @@ def _reach(where: str) -> None:
 
 
 class Tasks:
-    """Executor that trains runs as tasks on the connected cluster.
+    """Executor that trains runs as tasks on the connected cluster, see :func:`connected`.
 
-    ``jobs`` tasks run at a time; None for one per core or GPU of the cluster. Ray starts a task
-    again if its worker or its machine is lost.
+    Ray starts a task again if its worker or its machine is lost.
+
+    Args:
+        runs: the runs of the study, all for the same device.
+        jobs: number of tasks at a time; None for one per core or GPU of the cluster.
+
+    Attributes:
+        slots: largest number of tasks at a time.
+
+    Raises:
+        InputError: the cluster has no core, or no GPU for runs on one.
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
@@ -91,7 +102,11 @@ class Tasks:
         self._task = ray.remote(_train).options(max_retries=RETRIES, num_cpus=1, num_gpus=int(gpu))
 
     def start(self, run: Run) -> Job:
-        """Begin to train a run as a task."""
+        """Begin to train a run as a task, which waits until the cluster has room for it.
+
+        Args:
+            run: the run, whose folder every machine of the cluster must see.
+        """
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
         return _TaskJob(run, self._task.remote(run, self._device, os.getcwd(), places))
 

@@ -106,11 +106,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of a study, row by row. :mod:`~dpmac_cli.studies.written` renders them.
+    """Results of a study, row by row, as :func:`collect` returns them.
+
+    :mod:`~dpmac_cli.studies.written` renders them.
 
     Attributes:
         grid: the study.
-        cells: one cell for each row and column of the table.
+        cells: one cell for each row and column of the table, in the order of the grid.
         epsilon: epsilon of all runs of the grid, and what they replaced; 0 if none is private.
     """
 
@@ -122,9 +124,11 @@ class Comparison:
 def collect(grid: Grid, failures: Mapping[Run, str]) -> Comparison:
     """Read the results of the runs of a study.
 
+    A run that has not finished counts with all its planned steps in the epsilon of the study.
+
     Args:
         grid: the study.
-        failures: why runs failed.
+        failures: why runs failed. Other runs without a report are "not finished".
 
     Raises:
         InputError: an older version of dpmac wrote a report, or one cannot be read.
@@ -183,6 +187,12 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
     """Return a run's report if it is published and the run took all its steps; otherwise None.
 
     A run for an epsilon that was killed ends earlier by the steps that were lost.
+
+    Args:
+        run: a run of a study, in training or not.
+
+    Returns:
+        The content of report.json as JSON values.
 
     Raises:
         InputError: an older version of dpmac wrote the report.

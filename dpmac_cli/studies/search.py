@@ -132,7 +132,10 @@ class SearchSpace:
         return self.search.epsilon(self.plans[0].settings.delta)
 
     def lines(self) -> Iterator[str]:
-        """Yield lines on what is searched, how many trials there are, and what they cost."""
+        """Yield lines on what is searched, how many trials there are, and what they cost.
+
+        All of it is public: the number of trials is not drawn yet.
+        """
         trials, delta = self.search.trials, self.plans[0].settings.delta
         yield f"search on {self.plans[0].facts.name} over:"
         for dimension in self.dimensions:
@@ -148,20 +151,26 @@ class SearchSpace:
         yield f"search and model together: {cost_in_words(self.epsilon, delta)}"
 
     def trial(self) -> Plan:
-        """Return the plan of a trial, drawn at random with the operating system's bits."""
+        """Return the plan of a trial, drawn at random with the operating system's bits.
+
+        Each call draws all settings again, independently.
+        """
         source = random.SystemRandom()
         return self.plan_of(
             {dimension.name: dimension.draw(source) for dimension in self.dimensions}
         )
 
     def plan_of(self, values: Mapping[str, Any]) -> Plan:
-        """Return the plan of a trial.
+        """Return the plan of a trial, with the noise of the search.
+
+        Its epsilon is None, because it is not what the published run costs.
 
         Args:
             values: values of the settings that are drawn, by name.
 
         Raises:
             ValueError: its cost was not accounted for.
+            InputError: the values are not possible.
         """
         plan = resolve({**self.shared, **values}, data=self.data).plan
         if events_of_trial(plan) not in self.search.candidates:
@@ -172,7 +181,7 @@ class SearchSpace:
 
 
 def secret_place(out: Path) -> Path:
-    """Return the folder beside the cache where a search keeps its current trial.
+    """Return the folder beside the cache where a search keeps its current trial. It need not exist.
 
     Args:
         out: folder of the search, by whose path the other one is found again.
@@ -182,7 +191,14 @@ def secret_place(out: Path) -> Path:
 
 
 def events_of_trial(plan: Plan) -> tuple[TrainingEvent, ...]:
-    """Return what a whole trial does to training and test records, in the order of its account."""
+    """Return what a whole trial does to training and test records, in the order of its account.
+
+    Args:
+        plan: plan of a trial.
+
+    Raises:
+        ValueError: it has no covered score.
+    """
     if plan.score is None:
         raise ValueError("a trial needs a covered score: it decides which one is released")
     return plan.all_planned

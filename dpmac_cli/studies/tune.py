@@ -40,7 +40,7 @@ def tune(
 ) -> Run:
     """Search for the best settings, within the target epsilon, and publish the best trial.
 
-    A search that is stopped leaves nothing.
+    A search that is stopped leaves nothing, and costs nothing.
 
     Args:
         config: YAML file of settings. Arguments take precedence.
@@ -50,6 +50,9 @@ def tune(
             within a factor of 2 of its default. ``epsilon`` is that of the whole search, ``out``
             its folder, in which the best trial becomes an ordinary run, and ``trials`` the mean of
             the secret random number of trials, by default 20, and 4 if only the rate is drawn.
+
+    Returns:
+        The best trial as an ordinary run, whose report has the cost of the whole search.
 
     Raises:
         InputError: lists every fault found; nothing was written.

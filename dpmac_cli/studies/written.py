@@ -152,6 +152,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the content of compare.json: a :class:`Study` as JSON values.
 
     Numbers that are not finite are None.
+
+    Args:
+        comparison: the results of a study.
     """
     grid = comparison.grid
     study = {
@@ -189,7 +192,13 @@ def _row(cell: Cell) -> Row:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one line per cell."""
+    """Return the content of compare.csv: a line of titles, and one line per cell.
+
+    Columns are the axes and the numbers of a :class:`Row`, without those of single seeds.
+
+    Args:
+        comparison: the results of a study.
+    """
     rows = list[dict[str, Any]]()
     for cell in comparison.cells:
         row = _row(cell).model_dump(mode="json")
@@ -200,7 +209,14 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
+    """Return the content of compare.md: an aligned table, and the remarks below it.
+
+    Epsilons are below the columns' titles: the largest of one run in each column. A second table
+    has the differences from the best mean, if any were tested.
+
+    Args:
+        comparison: the results of a study.
+    """
     metric = METRICS[comparison.grid.plan.settings.metric]
     epsilons: dict[float, float] = {}  # largest epsilon of one run in each column
     rows_of = dict[Labels, dict[float, Cell]]()  # cells by row and column
@@ -254,18 +270,22 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _as_cell(labels: Labels) -> str:
+    """Return the name of a row as a cell of Markdown, in which no bar ends the cell."""
     return row_name(labels).replace("|", "\\|")
 
 
 def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
     """Write a comparison in all formats, and their checksums last.
 
+    Older files of a table are replaced.
+
     Args:
         comparison: the results.
-        out: folder of the study.
+        out: folder of the study, which must exist.
 
     Returns:
-        The text of each file, by its name.
+        The text of each file, by its name: :data:`COMPARE_JSON`, :data:`COMPARE_CSV` and
+        :data:`COMPARE_MD`.
 
     Raises:
         OSError: a file cannot be written.
@@ -284,7 +304,7 @@ def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
 
 
 def study_page(out: Path) -> str:
-    """Return a web page of a study, from the files of :func:`write_comparison`.
+    """Return a web page of a study as HTML, from the files of :func:`write_comparison`.
 
     The files may be someone else's, so they are validated, and text in them is escaped.
 
@@ -377,7 +397,7 @@ def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return the sentences below the table.
+    """Return the sentences below the table, which must go with it wherever it is shown.
 
     They say which differences are significant or why none is marked, what publishing anything
     learnt from all runs costs, and whom named seeds protect from.

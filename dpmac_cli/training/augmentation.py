@@ -18,13 +18,18 @@ def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
     """Return K views of each image in order, shape (records * K, channels, height, width).
 
     A crop is a shift by up to :data:`REACH` of each side, with what is missing mirrored at the
-    border, as of an image that was padded by reflection. A flip is horizontal.
+    border, as of an image that was padded by reflection. A flip is horizontal. The views of an
+    image are K consecutive rows.
 
     Args:
-        images: shape (records, channels, height, width).
+        images: shape (records, channels, height, width), of any dtype, which views keep.
         words: one uniform 64-bit word per view, shape (records, K). The lowest bits choose the row
             of a crop, those from :data:`BITS` on its column, and the one after these the flip.
-        augment: value of the setting of this name, such as "flip-crop".
+        augment: value of the setting of this name: "crop", "flip" or "crop+flip".
+
+    >>> images = torch.arange(4.0).view(1, 1, 2, 2)
+    >>> views_of(images, np.array([[0, 1 << 62]], np.uint64), "flip").squeeze(1).tolist()
+    [[[0.0, 1.0], [2.0, 3.0]], [[1.0, 0.0], [3.0, 2.0]]]
     """
     views = images.repeat_interleave(words.shape[1], 0)
     size, channels, height, width = views.shape

@@ -19,7 +19,8 @@ def training_histogram(
 ) -> NoisyHistogram:
     """Count training records in the cells of their task, with noise.
 
-    No record rounds the outputs for another, so none moves another to another cell.
+    No record rounds the outputs for another, so none moves another to another cell. Call it once
+    for an event that has begun in the account: it does not begin it.
 
     Args:
         model: the network with the weights that are published.
@@ -28,6 +29,9 @@ def training_histogram(
         noise: fresh random numbers, used only here.
         key: secret key that says which records are counted, used only here, if the sampling rate of
             the event is below 1.
+
+    Returns:
+        One noisy count per cell, see :attr:`~dpmac_cli.tasks.task.Task.cell_count`.
     """
     split, task = data.train, data.task
     if event.sampling_rate < 1:
@@ -44,9 +48,11 @@ def training_histogram(
 def drawn_from(split: Split, rate: float, key: bytes) -> Split:
     """Return a Poisson sample of the records of a split, or of its units with all their records.
 
+    The split is not changed. The sample may be empty.
+
     Args:
         split: records.
-        rate: probability that a record or unit is drawn.
+        rate: probability that a record or unit is drawn, from 0 to 1.
         key: secret key, 32 bytes, used only here.
     """
     sampler = KeyedSampler("poisson", size=split.size, rate=rate, steps=1, key=key, secure=True)

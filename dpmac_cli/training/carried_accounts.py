@@ -37,7 +37,12 @@ ACCOUNT = TypeAdapter(Account)
 def attach(network: nn.Module, account: Account) -> None:
     """Make a network, and every module and parameter of it, carry an account.
 
-    What it carried before stays. :func:`carried_by` returns it, also from a copy of a part.
+    What it carried before stays. :func:`carried_by` returns it, also from a copy of a part. The
+    account itself is carried, not a copy: what begins later counts too.
+
+    Args:
+        network: the network, which is changed in place. Nothing of it is in its state dict.
+        account: account of the training that it is about to go through.
     """
     for part in _parts(network):
         part[CARRIED] = (*part.get(CARRIED, ()), account)
@@ -49,12 +54,30 @@ def carried_by(network: nn.Module, loss: Any = None) -> tuple[Account, ...]:
     That includes networks and parameters that either holds or reads, such as a teacher in a list,
     an object, a closure or a global. A pickled copy of a network that was trained further since has
     begun fewer steps; the most count.
+
+    Args:
+        network: the network.
+        loss: the loss, or any other object that a step calls or reads; None for none.
+
+    Returns:
+        Each account once, with those that it counts as earlier before it. () for a network that no
+        training with records has begun for.
     """
     return accounts_of(_parts_held_by(network, loss))
 
 
 def parts_held_by(network: nn.Module, loss: Any = None) -> Parts:
-    """Return the parts of a network, and of others that it or its loss holds or reads."""
+    """Return the parts of a network, and of others that it or its loss holds or reads.
+
+    They are found once, and :func:`accounts_of` then reads their accounts as often as needed.
+
+    Args:
+        network: the network.
+        loss: the loss, or any other object that a step calls or reads; None for none.
+
+    Returns:
+        The variables of each module and parameter: the dicts themselves, not copies.
+    """
     return list(_parts_held_by(network, loss))
 
 
@@ -63,6 +86,12 @@ def accounts_of(parts: Iterable[dict[str, Any]]) -> tuple[Account, ...]:
 
     A network that learned from a teacher has weights that came from the teacher's training, too,
     also once the teacher is gone.
+
+    Args:
+        parts: variables of modules and parameters, see :func:`parts_held_by`.
+
+    Returns:
+        Each account once; of copies of an account, the one that has begun the most. () for none.
     """
     longest: dict[str, Account] = {}  # by number, as copies of a training may have begun fewer
     for part in parts:
@@ -169,11 +198,14 @@ def _is_installed(file: str | None) -> bool:
 
 
 def check_composable(earlier: Sequence[Account], unit: tuple[str, str] = RECORD_UNIT) -> None:
-    """Raise ModelError if the cost of earlier accounts cannot be added to that of a new one.
+    """Reject earlier accounts whose cost cannot be added to that of a new one.
 
     Args:
-        earlier: accounts that a network carries.
+        earlier: accounts that a network carries; () is accepted.
         unit: unit of privacy of the training to come, as in :class:`.Account`.
+
+    Raises:
+        ModelError: one is of training without privacy, of a search, or of another unit.
     """
     if any(not account.private for account in earlier):
         raise ModelError(

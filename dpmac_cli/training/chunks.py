@@ -77,20 +77,26 @@ IDLE = (
 class ChunkedSum(ABC):
     """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
+    A subclass says where records are read: :class:`BatchSum` from the batches of a program,
+    :class:`DataSum` from a dataset. The network is validated and its parameters are moved when an
+    instance is made; :meth:`of` then computes the sum of a step.
+
     Args:
         model: the network.
         inputs, labels: structure of a sample's inputs and labels, with all views.
-        layers: random draws of layers, augmented views and the records of units.
-        loss: loss per sample.
-        views: number of inputs per sample, whose mean loss counts.
-        physical_batch: samples to process at a time. batch: expected number B in a step.
-        private: whether rows must not round others.
+        layers: random draws of layers, augmented views and the records of units; None if the
+            network draws no random numbers and nothing else does.
         places: random places of records, for networks whose rows are rounded by their place.
+        loss: loss per sample.
+        physical_batch: samples to process at a time.
+        batch: expected number B of samples in a step.
+        views: number of inputs per sample, whose mean loss counts.
+        private: whether rows must not round others.
         rowwise: whether loss and weights are built in.
         weigh: weights of rows, :mod:`dpmac_cli.dp.weights`; by default those of the loss, if any.
 
     Raises:
-        ModelError: layers cannot be clipped.
+        ModelError: layers cannot be clipped, or the network would cast its inputs.
 
     Attributes:
         model: the network, which each step runs in the modes in which it was validated.
@@ -104,6 +110,7 @@ class ChunkedSum(ABC):
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
         arithmetic: settings of torch in this trial, with which steps must compute.
+        notes: messages about how the network is run; () if there are none.
     """
 
     def __init__(
@@ -158,7 +165,13 @@ class ChunkedSum(ABC):
 
     @abstractmethod
     def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Any, Any]:
-        """Return inputs and labels of a part of the drawn samples, in its order."""
+        """Return inputs and labels of a part of the drawn samples, in its order.
+
+        Args:
+            drawn: records or units of the step.
+            part: places in ``drawn``, as a slice or as numbers.
+            step: step t, for random draws.
+        """
 
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs, and was not tried with them."""
@@ -220,32 +233,45 @@ class ChunkedSum(ABC):
 
     @property
     def trained_mask(self) -> Tensor:
-        """Return which of theta's coordinates are trained, bool, shape (d,)."""
+        """Return which of theta's coordinates are trained, bool, shape (d,).
+
+        Those of rows of embeddings that are padding are not.
+        """
         mask = torch.ones_like(self.theta, dtype=torch.bool)
         for gap in self.skipped:
             mask[gap] = False
         return mask
 
     def check(self) -> None:
-        """Raise ModelError if the network is no longer the one that was validated."""
+        """Reject a network that is no longer the one that was validated.
+
+        Raises:
+            ModelError: a module, a hook, a method or an attribute of it is another one. Values of
+                parameters and buffers are not compared here.
+        """
         with self.unchanged.as_validated():  # the program may have left it in evaluation mode
             self.unchanged.check()
 
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
-        """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
+        """Return the sum over a batch, and the chunk size that fits into memory.
 
         A chunk that runs out of memory is halved. Chunk sizes depend only on public numbers,
         because the number of drawn records is private. The clipping bound is unchanged; its margin
         for rounding is larger than fewer terms need.
 
         Args:
-            drawn: training records or units; may be empty.
+            drawn: training records or units; may be empty, which gives zeros.
             step: step t, for random draws.
             metric: metric of the ellipsoid to clip to.
-            chunk: samples to process at a time.
+            chunk: samples to process at a time, of which no more than the attribute ``chunk`` are.
 
-        Raises ModelError if the network changes itself, and RunError if memory runs out with one
-        sample.
+        Returns:
+            The sum, shape (d,), in float64 if there were several chunks. Its memory may be used
+            again by the next call. And the chunk size to begin the next step with.
+
+        Raises:
+            ModelError: the network changes itself.
+            RunError: memory runs out with one sample.
         """
         draws = nullcontext() if self._layers is None else self._layers.of(step)
         with self.unchanged.as_validated():
@@ -327,6 +353,8 @@ class ChunkedSum(ABC):
 class BatchSum(ChunkedSum):
     """Sum over the records of batches that a program supplies, and the sampler that they are.
 
+    Within :meth:`given`, it sums over that batch; outside, there are no records to sum over.
+
     Args:
         objective: a network that returns its own losses.
         inputs: structure of a sample.
@@ -334,7 +362,7 @@ class BatchSum(ChunkedSum):
         places: random places of records.
         physical_batch: samples to process at a time.
         batch: expected number B of records in a step.
-        weigh: weights of records.
+        weigh: weights of records; None for those of the loss, if any.
 
     Attributes:
         structure: structure of a sample.
@@ -365,9 +393,14 @@ class BatchSum(ChunkedSum):
 
     @contextmanager
     def given(self, records: Indices, batch: Any) -> Iterator[None]:
-        """Sum over a batch, which has one row for each of its records, in their order.
+        """Sum over a batch within a context. The batch is let go at its end.
 
-        Raises InputError for a batch that is too large for the margin for rounding.
+        Args:
+            records: number of each record, shape (records,), by which its random numbers are drawn.
+            batch: the batch, which has one row for each of its records, in their order.
+
+        Raises:
+            InputError: the batch is too large for the margin for rounding.
         """
         if len(records) > self._most:
             raise InputError(TOO_MANY)
@@ -378,7 +411,11 @@ class BatchSum(ChunkedSum):
             del self._records, self._batch  # they are private
 
     def draw(self, step: int) -> Indices:
-        """Return the records of the batch, whatever the step."""
+        """Return the records of the batch, whatever the step: the batch is its own sampler.
+
+        Args:
+            step: not used.
+        """
         del step
         return self._records
 
@@ -394,10 +431,14 @@ class DataSum(ChunkedSum):
         data: records on the device of the network.
         plan: settings of the steps.
         batch: expected number B of records or units in a step.
-        layers: random draws of layers, augmented views and the records of units.
+        layers: random draws of layers, augmented views and the records of units; None if there are
+            none of these.
         places: random places of records.
         loss: loss per sample; None for that of the settings.
-        weigh: weights of records; None for those of the settings.
+        weigh: weights of records; None for those of the settings, if the loss is theirs too.
+
+    Attributes:
+        data: the records, which may be replaced before the first step.
     """
 
     def __init__(
@@ -471,6 +512,13 @@ def first_chunk(physical_batch: int, batch: float) -> int:
     A draw of more than B samples then needs no second pass over the model and d coordinates. The
     limit is six standard deviations of a Poisson draw above B, which is never exceeded in practice.
     It is not larger where more would fit, because chunks may have to be filled.
+
+    Args:
+        physical_batch: largest number of samples that is asked for.
+        batch: expected number B of samples in a step.
+
+    >>> first_chunk(256, 1000), first_chunk(1000, 100)
+    (256, 160)
     """
     return physical_batch if physical_batch < batch else ceil(batch + 6 * sqrt(batch))
 

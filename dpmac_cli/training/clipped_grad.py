@@ -50,7 +50,14 @@ PADDING_CHANGED = (
 
 
 class ClippedGrad:
-    """Sum of the clipped per-record gradients of a network; see :func:`clipped_grad`."""
+    """Sum of the clipped per-record gradients of a network; :func:`clipped_grad` makes it.
+
+    Call it with a batch. It adds no noise and counts no step.
+
+    Attributes:
+        region: region to clip to in the next call; a program may replace it.
+        notes: messages about how the network is run; () before it is validated.
+    """
 
     #: Bound on the change of the sum, in the norm of the region, by one record.
     sensitivity = 1.0
@@ -77,14 +84,19 @@ class ClippedGrad:
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
 
-        It is 0 where :attr:`trained` is.
+        It is 0 where :attr:`trained` is. It is a copy, and private until noise is added. The first
+        call validates the network, unless :meth:`prepare` did.
+
+        Args:
+            batch: tensors with one row per record, in dicts, lists and tuples; also of no row.
 
         Raises:
             InputError: the batch is not tensors with one row per record, has other parts, shapes or
                 types than the one that was validated, or many times more records than
                 ``batch_size``; or the region does not fit the parameters.
-            ModelError: the network is no longer the one that was validated, or an update changed a
-                row that is padding.
+            ModelError: the network cannot be clipped, is no longer the one that was validated, or
+                an update changed a row that is padding.
+            RunError: memory ran out with a single record.
         """
         check_rows(batch, self._structure)
         sums = self._sums or self.prepare(batch)
@@ -107,21 +119,35 @@ class ClippedGrad:
         The row that an embedding declares as padding (``padding_idx``) has its place in it and is
         not to be changed: see :attr:`trained`.
 
-        Raises ModelError before :meth:`prepare` or the first batch.
+        Raises:
+            ModelError: neither :meth:`prepare` nor a first batch came before.
         """
         return self._ready.theta
 
     @property
     def trained(self) -> Tensor:
-        """Return where theta is trained: a mask of 1 and, for rows that are padding, 0; (d,).
+        """Return where theta is trained: a mask of 1 and, for rows that are padding, 0; shape (d,).
 
-        Multiply a private mean by it, so that those rows get no noise. Raises ModelError before
-        :meth:`prepare` or the first batch.
+        It has the dtype of theta. Multiply a private mean by it, so that those rows get no noise.
+
+        Raises:
+            ModelError: neither :meth:`prepare` nor a first batch came before.
         """
         return self._ready.trained_mask.to(self.theta.dtype)
 
     def by_parameter(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return views of a vector, shape (d,), by the names of parameters, in their shapes."""
+        """Return views of a vector by the names of parameters, in their shapes.
+
+        Args:
+            vector: one number per trained parameter, shape (d,), such as a sum or :attr:`theta`.
+
+        Returns:
+            Views by the names of ``model.named_parameters()``, without frozen parameters. Writing
+            to a view changes the vector.
+
+        Raises:
+            ModelError: neither :meth:`prepare` nor a first batch came before.
+        """
         named = self._objective.named_parameters()
         names = {id(p): name.removeprefix("network.") for name, p in named}
         return {
@@ -131,7 +157,20 @@ class ClippedGrad:
         }
 
     def prepare(self, example: Batch) -> BatchSum:
-        """Validate the network on the structure of a batch, whose values are not used."""
+        """Validate the network on the structure of a batch, whose values are not used.
+
+        The first batch does this too. A second call validates it again, on another structure.
+
+        Args:
+            example: tensors with one row per record, in dicts, lists and tuples.
+
+        Returns:
+            What computes the sums, on which :attr:`theta` depends.
+
+        Raises:
+            InputError: the example is not tensors with one row per record.
+            ModelError: the network or the loss cannot be clipped.
+        """
         check_rows(example, None)
         sums = validated_sum(
             self._objective,
@@ -229,6 +268,8 @@ def validated_sum(
 ) -> BatchSum:
     """Validate a network and its loss, and return what sums its gradients on a program's batches.
 
+    The network's parameters become views of one vector.
+
     Args:
         objective: the network with its loss.
         structure: structure of a record, such as that of the first one.
@@ -240,7 +281,8 @@ def validated_sum(
         isolated: whether a network is accepted that computes something else for a batch than for
             one record.
 
-    Raises ModelError if the network or the loss cannot be clipped.
+    Raises:
+        ModelError: the network or the loss cannot be clipped.
     """
     structure = fitted(objective, structure, weigh)
     check_trial(objective, Trial(structure, None), isolated=isolated)

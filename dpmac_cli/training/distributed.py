@@ -29,7 +29,13 @@ NO_MORE = -1
 
 
 def check_single_process() -> None:
-    """Raise InputError in one of several processes, each of which would add noise of its own."""
+    """Reject training in one of several processes, each of which would add noise of its own.
+
+    Processes are known by an initialised ``torch.distributed``, or by the variable WORLD_SIZE.
+
+    Raises:
+        InputError: this is one of several.
+    """
     if dist.is_available() and dist.is_initialized():
         count = dist.get_world_size()
     else:
@@ -44,11 +50,15 @@ def check_single_process() -> None:
 
 
 class DismissedError(Exception):
-    """Rank 0 no longer needs this rank."""
+    """Rank 0 no longer needs this rank: a loop of steps ends by it, and nothing is wrong."""
 
 
 class Ranks:
     """Processes of a run: one, or several that use collective operations.
+
+    :func:`join` makes those of a launcher; ``Ranks()`` is a single process. Every rank must call
+    the same methods in the same order, because each waits for the others. A rank that stops, or
+    does not answer within :data:`PATIENCE`, is a RunError at the others.
 
     Args:
         rank: rank of this process, from 0.
@@ -61,14 +71,22 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Return whether this is rank 0."""
+        """Return whether this is rank 0, which draws, adds noise, writes and prints."""
         return self.rank == 0
 
     def share(self, drawn: Indices | None) -> Indices:
-        """Return this rank's share of rank 0's draw. Raises DismissedError for None.
+        """Return this rank's share of rank 0's draw, in its order.
 
         The rank of a record or unit depends only on its own number: if it went by the place in the
         draw, adding a record would move others to ranks that may round differently.
+
+        Args:
+            drawn: numbers of records or units at rank 0, shape (records,); None at other ranks, and
+                at rank 0 to dismiss them.
+
+        Raises:
+            DismissedError: rank 0 has drawn nothing more, see :meth:`dismiss`.
+            RunError: a rank has stopped.
         """
         if self.size == 1 and drawn is not None:
             return drawn
@@ -78,7 +96,16 @@ class Ranks:
         return share
 
     def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over several ranks in float64, shape (d,); valid only at rank 0."""
+        """Return the sum over several ranks in float64, shape (d,); valid only at rank 0.
+
+        With one process it is ``part`` itself, in its dtype.
+
+        Args:
+            part: this rank's part of the sum, shape (d,).
+
+        Raises:
+            RunError: a rank has stopped.
+        """
         if self.size == 1:
             return part
         total = part.double()
@@ -86,26 +113,58 @@ class Ranks:
         return total
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's tensor to all ranks, in place."""
+        """Copy rank 0's tensor to all ranks, in place.
+
+        Args:
+            tensor: of the same shape and dtype at every rank.
+
+        Raises:
+            RunError: a rank has stopped.
+        """
         self._meet(dist.broadcast, tensor, 0)
 
     def least(self, number: int) -> int:
-        """Return the minimum over all ranks."""
+        """Return the minimum over all ranks, which is the same at each.
+
+        Args:
+            number: whole number of this rank.
+
+        Raises:
+            RunError: a rank has stopped.
+
+        >>> Ranks().least(3)
+        3
+        """
         smallest = torch.tensor([number])
         self._meet(dist.all_reduce, smallest, dist.ReduceOp.MIN)
         return int(smallest)
 
     def alike(self, numbers: Tensor) -> Tensor:
-        """Return which integers are the same at every rank: bool, in the shape of ``numbers``."""
+        """Return which integers are the same at every rank: bool, in the shape of ``numbers``.
+
+        Args:
+            numbers: integers of this rank, in the same shape at every rank.
+
+        Raises:
+            RunError: a rank has stopped.
+
+        >>> Ranks().alike(torch.tensor([1, 2]))
+        tensor([True, True])
+        """
         low, high = numbers.clone(), numbers.clone()
         self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
         self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
         return low == high
 
     def brief(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Broadcast JSON values from rank 0 and return them; other ranks pass None.
+        """Broadcast JSON values from rank 0 and return them.
 
-        Raises DismissedError at other ranks if rank 0 has dismissed them.
+        Args:
+            values: the values at rank 0; None at other ranks.
+
+        Raises:
+            DismissedError: at other ranks, if rank 0 has dismissed them.
+            RunError: a rank has stopped.
         """
         text = None if values is None else torch.tensor(list(json.dumps(values).encode()))
         received = bytes(self._from_first(text, torch.uint8).tolist())
@@ -113,12 +172,15 @@ class Ranks:
         return briefing
 
     def dismiss(self) -> None:
-        """Release the other ranks between two steps."""
+        """Release the other ranks between two steps, by rank 0 alone: their next call ends them."""
         with contextlib.suppress(DismissedError):
             self.share(None)
 
     def leave(self) -> None:
-        """Close this rank's connections, which aborts the operations of ranks that wait for it."""
+        """Close this rank's connections, which aborts the operations of ranks that wait for it.
+
+        A second call does nothing, nor does one by a single process.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -154,7 +216,14 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Join the ranks of a launcher such as torchrun. Raises InputError for invalid variables."""
+    """Join the ranks of a launcher such as torchrun, and wait until all have joined.
+
+    It reads the variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK of the
+    environment. Call :meth:`Ranks.leave` at the end.
+
+    Raises:
+        InputError: a variable is missing or invalid, or the ranks cannot connect.
+    """
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

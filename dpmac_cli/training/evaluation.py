@@ -40,7 +40,8 @@ ROWS = 128
 class Evaluation:
     """Outputs of a model for every sample of a split, and the scores derived from them.
 
-    A sample whose output contains NaN counts as wrong.
+    :func:`evaluate` makes it. Scores are computed when they are asked for, without noise: of
+    private records, they are private. A sample whose output contains NaN counts as wrong.
 
     Attributes:
         loss: mean of the task's default loss, regardless of the training loss.
@@ -64,7 +65,7 @@ class Evaluation:
     @cached_property
     @code_of_task()
     def compared(self) -> Compared:
-        """Predictions beside targets."""
+        """Predictions beside targets, from which all metrics are computed; computed once."""
         owners = np.arange(self.samples) if self.units is None else self.units.owners
         return self.task.compared(self.logits.numpy(), self.labels.numpy(), owners)
 
@@ -72,7 +73,7 @@ class Evaluation:
     def confusion(self) -> NDArray[np.int64]:
         """Return int64 counts by true and predicted class, shape (classes, classes).
 
-        Samples whose output contains NaN are left out.
+        Samples whose output contains NaN are left out. It is for classifiers alone.
         """
         return confusion_of(self.compared)
 
@@ -88,19 +89,30 @@ class Evaluation:
 
     @cached_property
     def accuracy(self) -> float:
-        """Fraction of samples classified correctly, 0 to 1."""
+        """Fraction of samples classified correctly, 0 to 1.
+
+        Raises:
+            KeyError: the task does not classify.
+        """
         return self.metric("accuracy")
 
     @property
     def per_class(self) -> list[float]:
-        """Accuracy in each true class, 0 to 1; nan without samples."""
+        """Accuracy in each true class, 0 to 1; nan without samples.
+
+        The order is that of the task's classes.
+        """
         sensitivity, _ = rates(self.compared)
         return [float(rate) for rate in sensitivity]
 
     def metric(self, name: str) -> float:
         """Return a metric of the task by its name; nan if it is not defined.
 
-        Raises KeyError if the task has no such metric.
+        Args:
+            name: name of one of :attr:`~dpmac_cli.tasks.task.Task.metrics`, such as "accuracy".
+
+        Raises:
+            KeyError: the task has no such metric.
         """
         metric = {metric.name: metric for metric in self.task.metrics}[name]
         with code_of_task():
@@ -119,7 +131,13 @@ class Evaluation:
 
         Args:
             names: names of the metrics; None for all.
-            resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`.
+            resamples: see :func:`~dpmac_cli.tasks.intervals.intervals`; None for its default.
+
+        Returns:
+            The lower and the upper end by name; nan where the metric is not defined.
+
+        Raises:
+            KeyError: the task has no metric of a name.
         """
         values = self.metrics
         if names:
@@ -129,7 +147,12 @@ class Evaluation:
 
     @code_of_task()
     def details(self) -> dict[str, Any]:
-        """Return scores by class, and those of the best constant prediction, as JSON values."""
+        """Return scores by class, and those of the best constant prediction, as JSON values.
+
+        Keys are those of :meth:`~dpmac_cli.tasks.task.Task.details`, and
+        :attr:`~dpmac_cli.tasks.task.EvaluationMetric.constant` of each metric that a constant
+        prediction has a value of.
+        """
         constant = self.task.constant(self.compared)
         baselines = {}
         for metric in self.task.metrics:
@@ -139,7 +162,15 @@ class Evaluation:
 
     @code_of_task()
     def remark(self, loss: str) -> tuple[str, bool] | None:
-        """Return :meth:`~dpmac_cli.tasks.task.Task.remark` on a model trained with a loss."""
+        """Return a remark on a model that learned little; None if there is nothing to remark.
+
+        Args:
+            loss: name of the loss that it was trained with.
+
+        Returns:
+            The remark, and whether the model learned nothing: see
+            :meth:`~dpmac_cli.tasks.task.Task.remark`.
+        """
         return self.task.remark(self.compared, loss)
 
     def values(self) -> dict[str, Any]:
@@ -159,12 +190,15 @@ class Evaluation:
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
-    """Yield slices of records to score at a time, until all are done.
+    """Yield slices of records to score at a time, until all are done; nothing for no records.
 
     Args:
         records: number of records.
         shape: shape of a record. Of large ones, fewer are scored at a time.
         most: largest number of records in a slice.
+
+    >>> list(places(5, (3,), most=2))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
     """
     size = max(1, min(most, NUMBERS // prod(shape)))
     return (slice(begin, begin + size) for begin in range(0, records, size))
@@ -176,12 +210,15 @@ def outputs(
     inputs: Iterable[Tensor],
     run: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of each batch, shape (rows, outputs).
+    """Yield the logits of each batch, shape (rows, outputs), on the device of the model.
 
     Args:
         model: the network, which is put in evaluation mode meanwhile.
         inputs: batches of standardised records, which are converted to the dtype of the model.
-        run: computes the logits of a batch in place of the model.
+        run: computes the logits of a batch in place of the model; None for the model.
+
+    Raises:
+        ModelError: the network fails on a batch.
     """
     dtype = dtype_of(model)
     with evaluating(model):
@@ -213,7 +250,10 @@ def outputs_of(
         data: facts of the records, and how they are standardised.
         split: samples.
         covered: whether epsilon covers what is computed from the logits: then no sample changes the
-            logits of another.
+            logits of another. This is slower.
+
+    Yields:
+        a slice of the split, and logits of shape (samples there, outputs).
     """
     shape = split.images.shape[1:]
     most, run = RECORDS, None
@@ -226,12 +266,27 @@ def outputs_of(
 
 
 def on_cpu(logits: Tensor) -> Tensor:
-    """Return logits on the CPU in a dtype that NumPy has."""
+    """Return logits on the CPU in a dtype that NumPy has: bfloat16 and float16 become float32.
+
+    Args:
+        logits: outputs on any device, of any shape.
+
+    >>> on_cpu(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
     return logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
 
 
 def losses(model: nn.Module, data: Data, split: Split) -> Tensor:
-    """Return the task's default loss of every sample of a split, float64, shape (samples,)."""
+    """Return the task's default loss of every sample of a split, shape (samples,).
+
+    It is float64, on the CPU.
+
+    Args:
+        model: the network, on the device of ``data``.
+        data: facts of the records, and how they are standardised.
+        split: samples.
+    """
     standard = build_loss(data.task.losses[0])
     values = torch.empty(len(split), dtype=torch.float64)
     for some, logits in outputs_of(model, data, split):
@@ -244,10 +299,11 @@ def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = Fals
     """Score every sample of a split.
 
     Args:
-        model: the network, on the device of ``data``.
+        model: the network, on the device of ``data``, which is put in evaluation mode meanwhile.
         data: facts of the records, and how they are standardised.
-        split: samples to score.
+        split: samples to score, at least one.
         covered: whether the score is covered by epsilon: then none changes the score of another.
+            Noise is not added here.
     """
     standard = build_loss(data.task.losses[0])
     kind = torch.promote_types(dtype_of(model), torch.float32)

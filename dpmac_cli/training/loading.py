@@ -32,6 +32,13 @@ class Drawn(NamedTuple):
 
     A program can write to ``batch`` by way of NumPy or ``.data``, which no version counter shows.
     So a step uses ``rows``, a copy that no program has.
+
+    Attributes:
+        step: number of the step that it was drawn for.
+        records: numbers of its records, shape (records,), which are secret.
+        batch: the batch that the program has, with one row per record.
+        rows: the copy.
+        versions: id and version counter of every tensor of ``batch``.
     """
 
     step: int
@@ -42,11 +49,24 @@ class Drawn(NamedTuple):
 
     @staticmethod
     def of(step: int, records: sampling.Indices, batch: Batch) -> "Drawn":
-        """Return a batch of a step, with a copy and the state of its tensors."""
+        """Return a batch of a step, with a copy and the state of its tensors.
+
+        Args:
+            step: number of the step.
+            records: numbers of its records, shape (records,).
+            batch: the batch, with one row per record in their order.
+        """
         return Drawn(step, records, batch, map_rows(Tensor.clone, batch), _state_of(batch))
 
     def is_of(self, step: int, batch: Batch) -> bool:
-        """Return whether this is the batch of a step, with the same tensors, unchanged."""
+        """Return whether this is the batch of a step, with the same tensors, unchanged.
+
+        Writes that torch does not count are not noticed: :attr:`rows` has what was read.
+
+        Args:
+            step: number of the step.
+            batch: the object that a program passed.
+        """
         return step == self.step and batch is self.batch and _state_of(batch) == self.versions
 
 
@@ -62,16 +82,17 @@ def batches(
     steps: range,
     workers: int,
 ) -> Iterator[Drawn]:
-    """Yield the batches of some steps.
+    """Yield the batches of some steps, in their order.
 
     Args:
         reader: reads the records of a step.
         sampler: draws the records of each step.
         structure: structure of a row, which every record must have, on the device for batches.
         steps: numbers of the steps.
-        workers: number of processes that read records; 0 to read in this one.
+        workers: number of processes that read records; 0 to read in this one. They read ahead.
 
-    Raises InputError if a record cannot be used.
+    Raises:
+        InputError: a record cannot be used. The message does not quote it.
     """
     drawn: dict[int, sampling.Indices] = {}
 

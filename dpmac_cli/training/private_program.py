@@ -41,7 +41,10 @@ CUT = (
 class PrivateProgram(Unshared):
     """Private training of a network in a program, and its cost with all earlier training.
 
-    Its keys are secret and random: of every object, and of every state that is loaded.
+    The base of :class:`~dpmac_cli.training.private_step.PrivateStep` and of what
+    :func:`~dpmac_cli.release.private.make_private` returns. ``len`` is the total number of steps.
+    Its keys are secret and random: of every object, and of every state that is loaded. It cannot be
+    copied, pickled or used in a forked process.
     """
 
     __slots__ = (
@@ -82,7 +85,10 @@ class PrivateProgram(Unshared):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on probable mistakes in valid settings, and on how the network is run."""
+        """Return notes on probable mistakes in valid settings, and on how the network is run.
+
+        () if there are none. Those on the network are there once it is validated.
+        """
         notes = self._notes
         if self._account.seeded:
             notes = (*notes, SEED_GIVEN)
@@ -92,7 +98,7 @@ class PrivateProgram(Unshared):
     def private_notes(self) -> tuple[str, ...]:
         """Return notes on the records, for whoever holds them. Do not log or publish them.
 
-        They are exact: no noise is added, and epsilon does not cover them.
+        They are exact: no noise is added, and epsilon does not cover them. () if there are none.
         """
         notes = self._on_records
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
@@ -113,7 +119,7 @@ class PrivateProgram(Unshared):
         return f"{type(self).__name__}({self.taken} of {len(self)} steps; {parts})"
 
     def __len__(self) -> int:
-        """Return the total number of steps."""
+        """Return the total number of steps, without those that were left out of an epoch."""
         return self._account.end - self._left_out
 
     @property
@@ -123,14 +129,15 @@ class PrivateProgram(Unshared):
 
     @property
     def taken(self) -> int:
-        """Return the number of steps that were taken."""
+        """Return the number of steps that were taken, with those of a state that was loaded."""
         return self._account.base if self._step is None else self._step.state.step
 
     @property
     def begun(self) -> int:
         """Return the number of steps that have begun, also before the last state was loaded.
 
-        It counts those that failed, or were left out of an epoch by :meth:`PrivateStep.loader`.
+        It counts those that failed, or were left out of an epoch by :meth:`PrivateStep.loader`, so
+        it is at least :attr:`taken`.
         """
         parts = (*self._account.earlier, self._account)
         return sum(each.done.steps for each in parts if each.series == self._account.series)
@@ -156,17 +163,24 @@ class PrivateProgram(Unshared):
 
     @property
     def sigma(self) -> float:
-        """Return the noise multiplier."""
+        """Return the noise multiplier: the deviation of the noise in a sum of sensitivity 1."""
         return self._plan.event.noise_multiplier
 
     @property
     def epsilon(self) -> float:
-        """Return the privacy cost of all steps that have begun, and of earlier training."""
+        """Return the privacy cost of all steps that have begun, and of earlier training.
+
+        It is at :attr:`delta`. With an account of the records, it is that of all that the account
+        counts.
+        """
         return self._account.epsilon
 
     @property
     def statement(self) -> str:
-        """Return the meaning of the guarantee, also before anything has begun."""
+        """Return the meaning of the guarantee, also before anything has begun.
+
+        It is text to publish, with :attr:`epsilon` and :attr:`delta`.
+        """
         account = self._account
         guarantee = statement(
             account.epsilon,
@@ -181,7 +195,8 @@ class PrivateProgram(Unshared):
     def lr(self) -> float:
         """Learning rate of the next step, before warm-up and schedule; set it to change it.
 
-        It has no privacy cost if it depends only on public values, including test scores.
+        It has no privacy cost if it depends only on public values, including test scores. Setting
+        it raises InputError for a number that is no learning rate; 0 is accepted.
         """
         return self._plan.optimizer.lr
 
@@ -213,7 +228,14 @@ class PrivateProgram(Unshared):
 
 
 def account_of(plan: Plan, shared: Account | None, **values: Any) -> Account:
-    """Return the account of a training, whose events begin in that of the records, if any."""
+    """Return the account of a training, whose events begin in that of the records, if any.
+
+    Args:
+        plan: plan of the training.
+        shared: account of the records; None if a program has none.
+        values: further fields of :class:`~dpmac_cli.accounting.account.Account`, such as ``event``
+            and ``earlier``, which replace those of the plan.
+    """
     values = {**plan.of_account, **values}
     if shared is None:
         return Account(**values)

@@ -26,6 +26,8 @@ from dpmac_cli.training.evaluation import Evaluation
 class PrivateScore:
     """Noisy score on the test records. Anything computed from it has no further privacy cost.
 
+    :func:`release_score` makes it. Without a released score, every number but ``samples`` is nan.
+
     Attributes:
         task: task whose headline metric was released, and the width of its values.
         share: mean of what units add to the counts, 0 to 1; nan if no score was released.
@@ -42,7 +44,11 @@ class PrivateScore:
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of a classifier; nan if no score was released."""
+        """Accuracy of a classifier; nan if no score was released.
+
+        Raises:
+            KeyError: the accuracy is not what was to be released.
+        """
         return self.metric("accuracy")
 
     @property
@@ -56,28 +62,46 @@ class PrivateScore:
         return self.noise_of_share * self.task.width
 
     def metric(self, name: str) -> float:
-        """Return the headline metric by its name; nan if no score was released."""
+        """Return the headline metric by its name; nan if no score was released.
+
+        Args:
+            name: name of the metric.
+
+        Raises:
+            KeyError: it is another one, which is not released.
+        """
         if name not in self.task.covered:
             raise KeyError(name)
         return self.score
 
     @property
     def interval(self) -> Interval:
-        """Return the 95% interval of the score on these test records, from the noise alone."""
+        """Return the 95% interval of the score on these test records, from the noise alone.
+
+        Returns:
+            The lower and the upper end, within what the score can be; nan if no score was released.
+        """
         reach = REACH * self.noise_of_share
         return self._scaled((max(0.0, self.share - reach), min(1.0, self.share + reach)))
 
     @property
     def score_interval(self) -> Interval:
-        """Return the 95% interval of the score on records like these.
+        """Return the 95% interval of the score on records like these, from noise and sampling.
 
         What a unit adds is from 0 to 1, so it varies at most like a right or wrong answer.
+
+        Returns:
+            The lower and the upper end.
         """
         exact = clopper_pearson(self.share, self.samples)
         return self._scaled(widened(self.share, exact, self.noise_of_share))
 
     def values(self) -> dict[str, Any]:
-        """Return the entries of a line of metrics.jsonl besides the score, as JSON values."""
+        """Return the entries of a line of metrics.jsonl besides the score, as JSON values.
+
+        Keys are "test_noise", "test_interval" and that of the headline metric with "_interval".
+        Values are None if no score was released.
+        """
         names = ("test_noise", "test_interval", f"{self.task.headline.logged}_interval")
         if math.isnan(self.share):
             return dict.fromkeys(names)
@@ -93,7 +117,11 @@ class PrivateScore:
 def counts(result: Evaluation) -> NDArray[np.int64]:
     """Return what each unit adds to the score, in multiples of :data:`GRID`, shape (units,).
 
-    It is from 0 to 1 / GRID: see :meth:`~dpmac_cli.tasks.task.Task.counted`.
+    It is from 0 to 1 / GRID, rounded down: see :meth:`~dpmac_cli.tasks.task.Task.counted`. Of a
+    unit with several records it is their mean.
+
+    Args:
+        result: evaluation on the test records. What is returned is private.
     """
     counted, most = _counted(result)
     sizes = np.ones(len(counted), np.int64)
@@ -127,12 +155,15 @@ def _counted(result: Evaluation) -> tuple[NDArray[np.int64], int]:
 
 
 def release_score(result: Evaluation, event: TrainingEvent, noise: SeededNormals) -> PrivateScore:
-    """Return the score with fresh Gaussian noise.
+    """Return the score with fresh Gaussian noise. Call it once for an event that has begun.
 
     Args:
         result: evaluation on the test records.
         event: event of the score, see :func:`~dpmac_cli.accounting.events.score_event`.
         noise: fresh random numbers, used only here.
+
+    Returns:
+        The noisy score of units, of which each adds its mean over its records.
     """
     counted, sigma = counts(result), event.noise_multiplier
     z = noise.standard_normal(torch.empty(1, dtype=torch.float64)).item()

@@ -302,7 +302,11 @@ class PrivateStep(PrivateProgram):
         """Begin the next steps in the account of the records at once, before they are taken.
 
         A program that shows nothing until all are taken, as a silo does, then has begun all of them
-        or none. Otherwise some begin with each step.
+        or none. Otherwise some begin with each step. Steps that are reserved count in epsilon,
+        taken or not; a second call for the same steps reserves nothing more.
+
+        Args:
+            steps: number of steps from the next one on.
 
         Raises:
             BudgetError: the account does not allow all of them. None has begun.
@@ -320,9 +324,11 @@ class PrivateStep(PrivateProgram):
         """Return the state of the training after its last step, for ``torch.save``.
 
         It was computed after noise, and no key is in it: to show it costs no more than epsilon.
-        Frozen parameters and buffers are not included.
+        Frozen parameters and buffers are not included. Tensors are copies on the CPU. Keys are
+        "tensors", "numbers", "trainings", "structure", "public" and "lr".
 
-        Raises InputError if no step was taken yet.
+        Raises:
+            InputError: no step was taken yet.
         """
         if self._step is None or self._structure is None:
             raise InputError("There is no state before the first step. Save it after a step.")

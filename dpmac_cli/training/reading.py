@@ -70,7 +70,7 @@ class OneByOne:
     Attributes:
         dataset: map-style dataset.
         collate: collates a list of records, here always of one.
-        key: secret key of random transforms.
+        key: secret key of random transforms, 32 bytes.
     """
 
     dataset: Any
@@ -78,7 +78,13 @@ class OneByOne:
     key: bytes
 
     def row(self, number: int) -> Batch | Fault:
-        """Return a record as a batch of one row, or its fault."""
+        """Return a record as a batch of one row, or its fault.
+
+        Whatever the dataset or ``collate`` raises is a fault, except for MemoryError and Ctrl-C.
+
+        Args:
+            number: index of the record.
+        """
         try:
             return as_row(self.collate([self.dataset[number]]))
         except (MemoryError, KeyboardInterrupt):
@@ -87,7 +93,14 @@ class OneByOne:
             return _unreadable(failure)
 
     def seeded_row(self, step: int, number: int) -> Batch | Fault:
-        """Return :meth:`row` with random draws that are a function of key, step and record."""
+        """Return :meth:`row` with random draws that are a function of key, step and record.
+
+        The global generators are as before afterwards.
+
+        Args:
+            step: number of the step; :data:`BEFORE` for none.
+            number: index of the record.
+        """
         [[word]] = LayerDraws(self.key).words(step, np.array([number]), 1)
         with _seeded(int(word)):
             return self.row(number)
@@ -95,6 +108,9 @@ class OneByOne:
 
 class Reader:
     """Reads the records of a step as one batch. Pickled to workers.
+
+    It is indexed by an :data:`Item`, as a torch dataset is by a number. It tries the fastest way in
+    which the first record is as it is when it is read alone.
 
     Args:
         records: dataset and ``collate_fn``.
@@ -128,7 +144,15 @@ class Reader:
             self._held = form.stacks and not overwritten(self._records)
 
     def __getitem__(self, item: Item) -> Batch | Fault:
-        """Return the records of a step as a batch, or the fault of one of them."""
+        """Return the records of a step as a batch, or the fault of one of them.
+
+        Args:
+            item: the step, and the indices of its records, shape (records,), which may be none.
+
+        Returns:
+            A batch on the CPU with one row per record in their order, or a :class:`.Fault`, which
+            does not quote a record.
+        """
         step, numbers = item
         if self._stored is not None:
             return self._indexed(self._stored, numbers)
@@ -202,7 +226,14 @@ def _unreadable(failure: Exception) -> Fault:
 
 
 def size_of(dataset: Any) -> int:
-    """Return the number of records of a map-style dataset. Raises InputError for another one."""
+    """Return the number of records of a map-style dataset.
+
+    Args:
+        dataset: anything that a program passes.
+
+    Raises:
+        InputError: it has no length, or is for another function of dpmac.
+    """
     if isinstance(dataset, InMemoryData):
         raise InputError(
             f"{type(dataset).__name__} is for make_private, dpmac.train and estimators, which "
@@ -224,7 +255,13 @@ def size_of(dataset: Any) -> int:
 def first_row(records: OneByOne) -> Batch:
     """Return the first record as a batch of one row, which says what all records are like.
 
-    Raises InputError if it cannot be used, without a word of what it contains.
+    The global generators are as before afterwards.
+
+    Args:
+        records: dataset and ``collate_fn``.
+
+    Raises:
+        InputError: it cannot be used. The message does not say what it contains.
     """
     try:
         with _seeded(0):
@@ -242,13 +279,28 @@ def first_row(records: OneByOne) -> Batch:
 
 
 def probes(size: int) -> list[int]:
-    """Return the numbers of at most :data:`PROBES` of ``size`` records, evenly spaced."""
+    """Return the numbers of at most :data:`PROBES` of ``size`` records, evenly spaced.
+
+    Args:
+        size: number of records, at least 1.
+
+    >>> probes(3), len(probes(1000))
+    ([0, 1, 2], 16)
+    """
     numbers: list[int] = np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist()
     return numbers
 
 
 def check_reread(records: OneByOne, numbers: list[int]) -> None:
-    """Raise InputError if one of some records differs when it is read again, after others."""
+    """Reject a dataset of which one of some records differs when it is read again, after others.
+
+    Args:
+        records: dataset and ``collate_fn``.
+        numbers: indices of the records, see :func:`probes`. Each is read twice.
+
+    Raises:
+        InputError: one differs, with generators seeded alike.
+    """
     first = [_sum_of(records.seeded_row(BEFORE, number)) for number in numbers]
     again = [_sum_of(records.seeded_row(BEFORE, number)) for number in reversed(numbers)]
     if first != again[::-1]:
@@ -256,7 +308,11 @@ def check_reread(records: OneByOne, numbers: list[int]) -> None:
 
 
 def overwritten(records: OneByOne) -> bool:
-    """Return whether a record changes when others are read after it, or cannot be read."""
+    """Return whether a record changes when others are read after it, or cannot be read.
+
+    Args:
+        records: dataset and ``collate_fn``, of which :func:`probes` are read.
+    """
     read: list[tuple[Any, str]] = []
     with _seeded(0), suppress(Exception):
         for number in probes(len(records.dataset)):
@@ -267,7 +323,12 @@ def overwritten(records: OneByOne) -> bool:
 
 
 def seeds_generators(records: OneByOne, numbers: list[int]) -> bool:
-    """Return whether reading one of some records seeds a generator, whatever its state was."""
+    """Return whether reading one of some records seeds a generator, whatever its state was.
+
+    Args:
+        records: dataset and ``collate_fn``.
+        numbers: indices of the records, each of which is read twice.
+    """
     for number in numbers:
         states = (_states_after(records, number, seed) for seed in (1, 2))
         for one, other in zip(*states, strict=True):  # of a generator
@@ -301,8 +362,8 @@ class Checked:
     """Records that were all read once. One that cannot be used later has a loss of NaN.
 
     A step leaves out a gradient that is not finite, so whether a record can be used changes nothing
-    but its own part. A record is a dict of ``record`` and the factor ``used`` of its loss, 1 or
-    NaN.
+    but its own part. It is itself a map-style dataset. A record is a dict of ``record`` and the
+    factor ``used`` of its loss, 1 or NaN.
 
     Args:
         dataset: map-style dataset.
@@ -311,8 +372,13 @@ class Checked:
         use: function of a batch of one record, which fails if the network, or a function of the
             program, cannot be run on it.
 
+    Attributes:
+        example: the public example with its factors, in the form of the records; None without.
+        structure: structure of a record with its factor.
+
     Raises:
-        InputError: a record cannot be used, differs when it is read again, or is there twice.
+        InputError: there is another number of records, or one cannot be used, differs when it is
+            read again, or is there twice.
     """
 
     def __init__(
@@ -339,6 +405,7 @@ class Checked:
         self.structure = Structure.of(used) if example is None else Structure(self.example, True)
 
     def __len__(self) -> int:
+        """Return the number of records."""
         return len(self._records.dataset)
 
     def _row(self, number: int) -> Batch | Fault:

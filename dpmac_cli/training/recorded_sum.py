@@ -51,7 +51,9 @@ def cuda_graph(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Non
     Returns:
         The tensor, and what computes it again from what then lies in the same memory.
 
-    Raises RuntimeError if the function reads a value of a tensor, which a graph cannot.
+    Raises:
+        RuntimeError: the function reads a value of a tensor, which a graph cannot; or memory ran
+            out.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -73,7 +75,7 @@ class RecordedChunkSum(ClippedChunkSum):
     """A clipped sum of chunks that is recorded once for each of their shapes.
 
     It is recorded with made-up rows. Where that is not possible, chunks are computed as by
-    :class:`.ClippedChunkSum`, and a warning says why.
+    :class:`.ClippedChunkSum`, and a warning says why. The sum has the same bits in both ways.
 
     Args:
         per_sample, capacity, batch: see :class:`.ClippedChunkSum`.
@@ -97,7 +99,16 @@ class RecordedChunkSum(ClippedChunkSum):
     def of(
         self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, counted: Tensor | None = None
     ) -> None:
-        """Write the sum of a chunk: see :class:`.ClippedChunkSum`; ``out`` is always the same."""
+        """Write the sum of a chunk: see :class:`.ClippedChunkSum`.
+
+        The first call with a shape records it, on the device, and may warn.
+
+        Args:
+            x, y: inputs and labels of the chunk, one row per sample.
+            metric: metric of the ellipsoid to clip to.
+            out: the sum is written to it, shape (d,). It is the same tensor in every call.
+            counted: which rows count, bool, shape (rows,); None for all.
+        """
         shape = metric.region.is_ball, *((t.shape, t.dtype) for t in tensors_in((x, y)))
         if shape not in self.recordings:
             recording = self._recorded(samples_in(x), metric.region, out)

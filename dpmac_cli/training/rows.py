@@ -24,14 +24,18 @@ EXACT = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
 
 
 class Fault(NamedTuple):
-    """Reason why a record cannot be used. Workers return it: raising would quote the record."""
+    """Reason why a record cannot be used. Workers return it: raising would quote the record.
+
+    Attributes:
+        why: the reason, in sentences that do not quote the record.
+    """
 
     why: str
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Records that are rows of tensors or arrays.
+    """Records that are rows of tensors or arrays, which can be indexed instead of read one by one.
 
     Attributes:
         tables: tensors or arrays of equal length, as in a ``TensorDataset``; several tables for
@@ -46,12 +50,21 @@ class Stored:
 
     @staticmethod
     def of(columns: Sequence[Any]) -> "Stored":
-        """Return the records of one table."""
+        """Return the records of one table.
+
+        Args:
+            columns: tensors or arrays of equal length, at least one, of which a record has a row
+                each.
+        """
         size = len(columns[0])
         return Stored((tuple(columns),), np.zeros(size, np.int64), np.arange(size))
 
     def at(self, numbers: Indices) -> list[Tensor]:
-        """Return copies of the rows of some records, one tensor per column."""
+        """Return copies of the rows of some records, one tensor per column, in their order.
+
+        Args:
+            numbers: indices of the records, shape (records,). One may be there several times.
+        """
         table, row = self.table[numbers], self.row[numbers]
         if len(self.tables) == 1:
             return [_rows_of(column, row) for column in self.tables[0]]
@@ -75,6 +88,12 @@ def stored_in(dataset: Any) -> Stored | None:
 
     Any nesting of ``Subset`` and ``ConcatDataset`` is followed. A subclass may read its records in
     another way, so it is another dataset.
+
+    Args:
+        dataset: map-style dataset, of which nothing is read.
+
+    >>> stored_in(Subset(TensorDataset(torch.arange(4)), [3, 0])).at(np.array([0, 1]))
+    [tensor([3, 0])]
     """
     kind = type(dataset)
     if kind is Subset:
@@ -118,7 +137,7 @@ def _concatenated(datasets: list[Stored | None]) -> Stored | None:
 
 @dataclass(frozen=True)
 class Form:
-    """Form of records that torch's ``default_collate`` stacks.
+    """Form of records that torch's ``default_collate`` stacks, by which they are written to rows.
 
     Attributes:
         nesting: a record with None in place of numbers.
@@ -147,9 +166,13 @@ class Form:
         return Form(nesting, tuple(map(type, parts)), structure)
 
     def batch_of(self, records: Iterator[Any], count: int) -> Batch | Fault:
-        """Return ``count`` records as a batch, or the fault of one of them.
+        """Return records as a batch, or the fault of one of them, after which no other is read.
 
         Each is written to its row before the next one is read.
+
+        Args:
+            records: the records, which are read one by one.
+            count: their number, which is that of the rows.
         """
         names = parts_by_name(self.structure.template)
         _, spec = tree_flatten(self.structure.template)
@@ -173,8 +196,13 @@ class Form:
     def stacked(self, records: Sequence[Any]) -> Batch | None:
         """Return records that were read one after the other as a batch, by one copy for each part.
 
-        Returns None if one has other parts, classes or types than the first one, or if two are in
-        the same memory or one object: :meth:`batch_of` must then read them again.
+        Args:
+            records: the records, all of which are in memory.
+
+        Returns:
+            The batch; None for no record, if one has other parts, classes or types than the first
+            one, or if two are in the same memory or one object: :meth:`batch_of` must then read
+            them again.
         """
         if not self.stacks or not records:
             return None
@@ -262,11 +290,16 @@ def _is_stackable(part: Any) -> bool:
 class Column(ABC):
     """Rows of one part of the records of a batch.
 
+    :func:`column_of` chooses the subclass. Each row is written once by :meth:`put`, in order.
+
     Args:
         name: place of the part in the batch.
         like: a batch with the shape and type of the rows.
         kind: type of the part in the first record.
         count: number of records.
+
+    Attributes:
+        made: the rows, shape (count, ...), which are not defined until they are written.
     """
 
     def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
@@ -276,14 +309,25 @@ class Column(ABC):
 
     @abstractmethod
     def put(self, place: int, value: Any) -> bool:
-        """Write the part of a record; return whether it has the shape and type of the rows."""
+        """Write the part of a record.
+
+        Args:
+            place: row of the record.
+            value: the part.
+
+        Returns:
+            Whether it has the shape and type of the rows. If not, its row is not defined.
+        """
 
     def rows(self) -> Tensor:
         """Return the rows, shape (records, ...), once all are written."""
         return self.made
 
     def put_alone(self, place: int, value: Any) -> bool:
-        """Write a part of another class, such as an int64 of NumPy among ints of Python."""
+        """Write a part of another class, such as an int64 of NumPy among ints of Python.
+
+        It is collated alone. Arguments and result are those of :meth:`put`.
+        """
         row = default_collate([value])
         fits = isinstance(row, Tensor) and row.dtype == self.made.dtype
         if not fits or row.shape != self.like.shape:
@@ -292,19 +336,23 @@ class Column(ABC):
         return True
 
     def fault(self, value: Any) -> str:
-        """Return why a part cannot be used."""
+        """Return why a part cannot be used, in sentences that do not quote it.
+
+        Args:
+            value: the part that :meth:`put` refused.
+        """
         return _other_rows(self.name, default_collate([value]), self.like)
 
 
 class TensorColumn(Column):
-    """Rows of tensors."""
+    """Rows of tensors, each of which is copied to its row."""
 
     def __init__(self, name: str, like: Tensor, kind: type, count: int) -> None:
         super().__init__(name, like, kind, count)
         self._shape, self._dtype, self._places = like.shape[1:], like.dtype, self.made.unbind()
 
     def put(self, place: int, value: Any) -> bool:
-        """Copy a tensor to its row."""
+        """Copy a tensor to its row; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             return self.put_alone(place, value)
         if value.dtype is not self._dtype or value.shape != self._shape:
@@ -321,7 +369,7 @@ class ScalarColumn(Column):
         self._dtype, self._numbers = like.dtype, list[Any]()
 
     def put(self, place: int, value: Any) -> bool:
-        """Note the number of a tensor."""
+        """Note the number of a tensor, whose place is that of the call; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             row = default_collate([value])
             if not isinstance(row, Tensor):
@@ -346,7 +394,7 @@ class NumberColumn(Column):
         self._shape, self._array = like.shape[1:], kind is np.ndarray
 
     def put(self, place: int, value: Any) -> bool:
-        """Write a number, or an array of the shape and type of the rows."""
+        """Write a number, or an array of the shape and type of the rows; see :meth:`Column.put`."""
         if type(value) is not self.kind:
             return self.put_alone(place, value)
         if self._array and (value.shape != self._shape or value.dtype != self._places.dtype):
@@ -374,6 +422,14 @@ def as_row(collated: Any) -> Any:
     """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault.
 
     The tensors are copies, because a dataset may write every record to the same memory.
+
+    Args:
+        collated: what a ``collate_fn`` returned for a list of one record.
+
+    >>> as_row({"x": torch.zeros(1, 2)})
+    {'x': tensor([[0., 0.]])}
+    >>> as_row(torch.zeros(2)).why.startswith("collate_fn returns 2 rows for one record")
+    True
     """
     if isinstance(collated, Mapping) and not isinstance(collated, dict):
         collated = dict(collated)
@@ -428,7 +484,12 @@ def joined(structure: Structure, rows: Iterator[Any]) -> Batch | Fault:
 
 
 def shapes_differ(row: Batch, structure: Structure) -> bool:
-    """Return whether a row has other parts, shapes or types than the structure."""
+    """Return whether a row has other parts, shapes or types than the structure.
+
+    Args:
+        row: a batch of one row.
+        structure: structure of rows.
+    """
     return isinstance(joined(structure, iter([row])), Fault)
 
 

@@ -13,7 +13,14 @@ SAVED = frozenset({"tensors", "numbers", "trainings", "structure", "public", "lr
 
 
 def check_state(saved: object) -> None:
-    """Raise InputError for what is not a state of :class:`.PrivateStep`."""
+    """Reject what is not a state of :class:`.PrivateStep`. Values are not checked.
+
+    Args:
+        saved: what a program passed.
+
+    Raises:
+        InputError: it is no mapping with the keys :data:`SAVED`, with those that are missing.
+    """
     names = saved.keys() if isinstance(saved, Mapping) else set()
     missing = sorted(SAVED - names)
     if missing:
@@ -26,7 +33,16 @@ def check_state(saved: object) -> None:
 
 
 def check_counts(shared: Account, last: Account, taken: int | None) -> None:
-    """Raise InputError unless an account counts a saved training."""
+    """Reject an account of records that does not count a saved training.
+
+    Args:
+        shared: the account of the records.
+        last: account of the training in the state.
+        taken: what the program said of steps, which must be None: the account counts them.
+
+    Raises:
+        InputError: it is another account, or counts less than the state.
+    """
     if taken is not None:
         raise InputError("The account counts the steps that were taken. Leave taken out.")
     if last.number != shared.number or not covers(shared.own, last.own):
@@ -38,7 +54,17 @@ def check_counts(shared: Account, last: Account, taken: int | None) -> None:
 
 
 def with_lost(last: Account, earlier: list[Account], taken: int | None) -> Account:
-    """Return the last part of a training that took a number of steps in all. Raises InputError."""
+    """Return the last part of a training that took a number of steps in all.
+
+    Args:
+        last: account of the part that was saved, which may have begun further steps since.
+        earlier: accounts before it, of which those of the same series are parts of the training.
+        taken: number of steps that the whole training took, from its first one on.
+
+    Raises:
+        InputError: ``taken`` is missing or not possible, or the training had an account of its
+            records.
+    """
     if last.event == NO_TRAINING:
         raise InputError(
             "The state is of a training with an account of its records, which counts the steps "

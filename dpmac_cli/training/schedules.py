@@ -33,6 +33,10 @@ def decay(ema: float, step: int) -> float:
 
     It is smaller in the first steps, so that the average forgets the initial weights.
 
+    Args:
+        ema: the setting ``ema``, the decay of late steps, below 1.
+        step: step t, from 1.
+
     >>> [round(decay(0.95, step), 2) for step in (1, 10, 1000)]
     [0.18, 0.55, 0.95]
     """

@@ -28,10 +28,12 @@ class TrainState:
     average: Tensor | None = None  # published average of theta; None if theta is published
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, all post-noise.
+        """Return every tensor by name, all post-noise. They are the tensors themselves, not copies.
 
-        ``theta``, ``m``, ``v`` and ``average`` have shape (d,), and those of the region too, unless
-        it is a ball. Moments that the optimizer does not keep are empty.
+        ``theta``, ``m``, ``v`` and ``average`` have shape (d,), and those of the region
+        (``centre``, ``inverse`` and ``factor``) and ``s`` of its spread too, unless it is a ball.
+        Moments that the optimizer does not keep are empty. ``average`` and ``s`` are absent
+        without.
         """
         named = {
             "theta": self.theta,
@@ -48,14 +50,22 @@ class TrainState:
         return named
 
     def numbers(self) -> dict[str, Any]:
-        """Return everything else as JSON values, all post-noise."""
+        """Return everything else as JSON values, all post-noise: "step" and "kappa_star".
+
+        ``kappa_star`` is 0 for a ball.
+        """
         # Not the chunk: it says when memory ran out, which depends on the size of a batch.
         return {"step": self.step, "kappa_star": self.spread.kappa_star if self.spread else 0.0}
 
     def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Copy a saved state, from the methods of the same names, into this one.
 
-        Raises ModelError if it belongs to another model or optimizer.
+        Args:
+            tensors: tensors by name, on any device.
+            numbers: the other values.
+
+        Raises:
+            ModelError: it belongs to another model or optimizer. Nothing is changed then.
         """
         mine = {name: tuple(t.shape) for name, t in self.tensors().items()}
         saved = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -68,7 +78,11 @@ class TrainState:
         self.go_to(numbers)
 
     def go_to(self, numbers: Mapping[str, Any]) -> None:
-        """Set the step and the other numbers that every rank must agree on."""
+        """Set the step and the other numbers that every rank must agree on.
+
+        Args:
+            numbers: values of :meth:`numbers`.
+        """
         self.step = numbers["step"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]

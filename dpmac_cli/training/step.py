@@ -47,6 +47,7 @@ class Step(Unshared):
 
     Line numbers in this module are those of Algorithm 1 of the paper. In its symbols, d is the
     number of parameters, B the expected batch size, g a gradient and m the centre of the region.
+    Call :meth:`take` for each step, up to ``steps``; the account ends it earlier.
 
     Args:
         sums: clipped sum over the records of a step, and the network.
@@ -58,7 +59,7 @@ class Step(Unshared):
             drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
         account: counts the steps that use records, before they begin, at the first rank.
-        ranks: the processes of the run, each of which sums its share of every batch.
+        ranks: the processes of the run, each of which sums its share of every batch; None for one.
 
     Attributes:
         state: parameters, moments and region, all computed after noise.
@@ -66,6 +67,7 @@ class Step(Unshared):
 
     Raises:
         ModelError: there are too many parameters for the mechanism.
+        ValueError: the plan is without privacy, and the mechanism adds noise.
     """
 
     def __init__(
@@ -119,8 +121,12 @@ class Step(Unshared):
     def step(self) -> None:
         """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
 
-        Raises BudgetError if the account allows no further step; ModelError if the network is no
-        longer the one that was validated.
+        If it fails after it has begun, the account counts it.
+
+        Raises:
+            BudgetError: the account allows no further step. Nothing was read.
+            ModelError: the network is no longer the one that was validated.
+            RunError: memory ran out with a single record, or a rank has stopped.
         """
         self.sums.check()
         if self._ranks.leads:  # the first rank counts for all, before any record is read
@@ -138,6 +144,7 @@ class Step(Unshared):
         """Take a step and return its number; compare the network at the end of each epoch.
 
         Raises:
+            BudgetError: the account allows no further step. Nothing was read.
             DivergedError: a weight is no longer finite.
             ModelError: the network is no longer the one that was validated.
             RunError: memory ran out with a single record, or the device failed.
@@ -215,20 +222,31 @@ class Step(Unshared):
         state.region = joined(state.region, parts)
 
     def share_state(self) -> None:
-        """Give all ranks the first one's parameters and region, so that they clip to the same."""
+        """Give all ranks the first one's parameters and region, so that they clip to the same.
+
+        Every rank calls it. With one process it does nothing. Raises RunError if a rank has
+        stopped.
+        """
         region = self.state.region
         for tensor in (self.state.theta, region.centre, region.inverse, region.factor):
             self._ranks.broadcast(tensor)
 
     def check_finite(self) -> None:
-        """Raise DivergedError if a parameter is not finite. Synchronises with the device."""
+        """Reject a state with a parameter that is not finite. Synchronises with the device.
+
+        Raises:
+            DivergedError: one is not, with the number of steps taken.
+        """
         if not bool(torch.isfinite(self.state.theta).all()):
             raise DivergedError(self.state.step)
 
     def check_network(self) -> None:
-        """Raise ModelError if the network is no longer the one that was validated.
+        """Reject a network that is no longer the one that was validated.
 
         That includes buffers and frozen parameters, which are published without noise.
+
+        Raises:
+            ModelError: names what has changed.
         """
         with self.sums.unchanged.as_validated():
             self.sums.unchanged.check()
@@ -251,7 +269,11 @@ def mechanism_of(plan: Plan) -> GaussianMechanism:
 
     It draws from floating-point numbers, or on a grid of integers with the setting ``secure``.
 
-    Raises ValueError for a private run without noise.
+    Args:
+        plan: plan of the run, whose event has the noise multiplier.
+
+    Raises:
+        ValueError: a private run has no noise.
     """
     if plan.private and not plan.event.noisy:
         raise ValueError("a private run needs noise")

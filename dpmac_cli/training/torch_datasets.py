@@ -132,11 +132,15 @@ def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.st
 def check_copies(dataset: Any, units: Any = None) -> None:
     """Reject a training set that has a record several times in different units.
 
+    Copies are found by the index of a record in a dataset, in any nesting of ``Subset`` and
+    ``ConcatDataset``; no record is read.
+
     Args:
         dataset: map-style dataset.
         units: unit of each record, shape (records,); by default each is one.
 
-    Raises InputError.
+    Raises:
+        InputError: there are copies, with their number.
     """
     origins = list(_origins(dataset))
     names = range(len(origins)) if units is None else np.asarray(units, object).ravel().tolist()
