@@ -143,6 +143,11 @@ class Regression(Task):
         return (self.low, self.high) == (-FARTHEST, FARTHEST)
 
     @property
+    def narrows(self) -> bool:
+        """Return whether counts may find a narrower range: not that of a task of a program."""
+        return type(self) is Regression
+
+    @property
     def calibrates(self) -> bool:
         """Return whether it is not a task of a program."""
         return type(self) is Regression
@@ -218,17 +223,17 @@ class Regression(Task):
         if self.open:
             return targets.reshape(-1, 1).astype(np.float64)
         clipped = np.clip(targets.reshape(-1, 1).astype(np.float64), self.low, self.high)
-        return self.limited(self._scaled(clipped))
+        return self._scaled(clipped).clip(-1, 1)
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
         """Return targets that were encoded in another range; beyond this one outside [-1, 1]."""
-        if self == before or not isinstance(before, Regression):
+        if self == before or not self.narrows or not isinstance(before, Regression):
             return targets
         return self._scaled(before.decoded(targets))
 
     def limited(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return encoded targets, limited to [-1, 1]; as they are if the range is to be found."""
-        return targets if self.open else targets.clip(-1, 1)
+        return targets.clip(-1, 1) if self.narrows and not self.open else targets
 
     def _scaled(self, numbers: Floats) -> NDArray[np.float32]:
         """Return numbers on the scale of the target on that of outputs: the range is [-1, 1]."""
@@ -279,8 +284,10 @@ class Regression(Task):
         Those beyond a range that counts found are as they were, so that scores are not better than
         predictions are.
         """
-        beyond = np.abs(targets) > 1
-        numbers = np.where(beyond, self._untransformed(targets), self.decoded(targets))
+        numbers = self.decoded(targets)
+        if self.narrows:
+            beyond = np.abs(targets) > 1
+            numbers = np.where(beyond, self._untransformed(targets), numbers)
         return numbers[:, 0]
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
