@@ -4,12 +4,13 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import chisquare, norm
 
-from dpmac_cli.accounting.accountants import COARSE, total_epsilon
+from dpmac_cli.accounting.accountants import COARSE, FINE, total_epsilon
 from dpmac_cli.accounting.calibration import (
     affordable_steps,
     calibrate_noise,
@@ -73,6 +74,20 @@ def test_calibrated_noise_covers_what_was_trained_before() -> None:
     spent = total_epsilon(earlier, DELTA)
     with pytest.raises(BudgetError, match="is spent"):
         calibrate_noise(event, DELTA, spent * 0.99, earlier=earlier)
+
+
+def test_noise_that_only_the_coarse_grid_finds_affordable_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Costs on two grids round differently: what they agree on is not left to their order."""
+
+    def priced(events: Any, delta: float, accountant: str, widest: float = FINE) -> float:
+        rounded = 2.0 if widest == FINE else 0.5
+        return math.fsum(rounded + 1 / event.noise_multiplier for event in events)
+
+    monkeypatch.setattr("dpmac_cli.accounting.calibration.total_epsilon", priced)
+    with pytest.raises(BudgetError, match="No sigma up to 10000"):
+        calibrate_noise(digits(steps=36), DELTA, 1.0)
 
 
 # The length of a run.

@@ -489,6 +489,27 @@ def test_an_account_has_a_switch_for_ranges() -> None:
     assert "3, with noise multipliers" in shown
 
 
+def test_an_account_has_switches_for_all_counts_of_a_run(tmp_path: Path) -> None:
+    schema = tmp_path / "number.yaml"
+    schema.write_text(
+        "columns:\n  a: {type: number, range: [-5, 5]}\n"
+        "label: {column: y, type: number, range: [0, 1000]}\n"
+    )
+    numbers = np.random.default_rng(0).normal(size=(1000, 2))
+    rows = [f"{a:.3f},{y + 50:.3f}" for a, y in numbers]
+    path, delta = tmp_path / "number.csv", 1e-5
+    path.write_text("\n".join(["a,y", *rows]))
+    run = {"dataset": str(path), "schema": str(schema), "batch_size": 100, "steps": 4}
+    planned = resolve({**run, "sigma": 2.0, "scale": "private", "delta": delta}).plan
+    cost = total_epsilon(planned.planned, delta)
+    size = planned.facts.train_size
+    flags = ["account", "--dataset-size", str(size), "--batch-size", "100", "--steps", "4"]
+    flags += ["--sigma", "2", "--delta", str(delta), "--json"]
+    [row] = json.loads(dpmac(*flags, "--ranges", "--target-range").stdout)["rows"]
+    assert row["epsilon"] == cost
+    assert "no setting --scale" in dpmac(*flags, "--scale", "private").stderr
+
+
 def test_noise_that_was_given_keeps_its_epsilon_and_the_counts_add_to_it(table: Path) -> None:
     planned = plan(epsilon=None, sigma=4.0, epochs=4).plan
     alone = total_epsilon((planned.event,), planned.settings.delta)

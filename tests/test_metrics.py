@@ -25,7 +25,9 @@ from dpmac_cli import ArrayData, InputError, load, register_task, train
 from dpmac_cli.cli.display import in_blocks, table_by_class
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.dataset import Data
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.runs.uncounted import Uncounted
 from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
 from dpmac_cli.tasks.regression import Regression
@@ -37,6 +39,7 @@ from dpmac_cli.tasks.task import (
     TASKS,
     Compared,
     EvaluationMetric,
+    Task,
 )
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
@@ -401,6 +404,38 @@ def test_a_task_of_numbers_needs_their_range(counts: dict[str, Any]) -> None:
     Path("schema.yaml").write_text(schema)
     with pytest.raises(InputError, match="needs a public range of visits"):
         resolve(dataset="table.csv", schema="schema.yaml", **counts)
+
+
+def test_targets_of_a_task_of_a_program_are_learned_as_it_encodes_them(
+    counts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a table whose columns are counted, by default: its own range never is."""
+    draws = np.random.default_rng(0)
+    x = draws.random(4000).round(4)
+    y = draws.poisson(np.exp(2 * x))
+    lines = [f"{number},{visits}" for number, visits in zip(x, y, strict=True)]
+    Path("table.csv").write_text("\n".join(["age,visits", *lines]))
+    schema = "columns: {age: {range: [0, 9]}}\nlabel: {column: visits, range: [0, 1000]}\n"
+    Path("schema.yaml").write_text(schema)
+    learned = list[Any]()
+    prepared = Uncounted.prepared
+
+    def kept(records: Uncounted, task: Task) -> Data:
+        data = prepared(records, task)
+        learned.append(data.train.labels)
+        return data
+
+    monkeypatch.setattr(Uncounted, "prepared", kept)
+    settings = {**counts, "sigma": None, "epsilon": 8}
+    finished = train(dataset="table.csv", schema="schema.yaml", **settings)
+    assert finished.report["settings"]["scale"] == "private"
+    assert sum(event.histogram for event in finished.events) == 3
+    target = finished.report["data"]["target"]
+    assert (target["low"], target["high"]) == (0, 1000)
+    [labels] = learned
+    assert set(labels.flatten().tolist()) <= set(map(float, y))
+    assert labels.max() > 10
+    assert finished.score().metrics["mae"] == finished.report["scores"]["mae"]["value"]
 
 
 @pytest.mark.promise("published")

@@ -72,7 +72,10 @@ def calibrate_noise(
     rough = _last_within(coarse, target, *ends, SIGMA_TICKS, power=-2, close=1e-3)
     near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
     power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
-    return _last_within(cost, target, *ends, rough, power) / SIGMA_TICKS
+    ticks = _last_within(cost, target, *ends, rough, power)
+    if ticks == MOST_TICKS:  # perhaps because no other one is within the target
+        _check_reachable(event, delta, target, accountant, earlier)
+    return ticks / SIGMA_TICKS
 
 
 def _check_reachable(

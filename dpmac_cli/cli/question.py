@@ -20,7 +20,15 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import OneOf, Several
 from dpmac_cli.config.named import BEST, PAPER
-from dpmac_cli.config.plan import ROUNDS, SHARE, Shares, histograms_of, shares_of_counts
+from dpmac_cli.config.plan import (
+    MOMENTS,
+    ROUNDS,
+    ROUNDS_OF_TARGET,
+    SHARE,
+    Shares,
+    histograms_of,
+    shares_of_counts,
+)
 from dpmac_cli.config.settings import (
     HISTOGRAM,
     LATER,
@@ -64,8 +72,10 @@ class Question(Priced, frozen=True):
     epsilon: Several[Positive] | None = None
     """Target epsilon: solve for a setting that meets it."""
     ranges: bool = False
-    """Count the records before training, to find ranges of columns that are not declared, at a
-    tenth of the budget (of mu^2)."""
+    """Count the records before training, to find ranges of columns, at a tenth of the budget (of
+    mu^2)."""
+    target_range: bool = False
+    """Count the numbers to predict before training, to find their range, at 8% of the budget."""
     accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
     not_both = MappingProxyType({("epochs", "steps"): "", ("dataset", "dataset_size"): ""})
@@ -118,7 +128,9 @@ class Question(Priced, frozen=True):
         """
         size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
         notes = tuple[str, ...]()
-        before = ROUNDS if self.ranges else ()
+        before: tuple[float, ...] = ROUNDS if self.ranges else ()
+        if self.target_range:
+            before = (*before, *ROUNDS_OF_TARGET, MOMENTS)
         after: tuple[float, ...] = (SHARE,) if self.calibration == HISTOGRAM else ()
         if size is None:
             facts = DATASETS[self.dataset]

@@ -361,7 +361,7 @@ def _scale_of_numbers(settings: Settings, facts: Dataset) -> str:
         return DECLARED_SCALE
     if not isinstance(records, Table):
         return DECLARED_SCALE
-    ranged_target = isinstance(task, Regression) and not task.open
+    ranged_target = isinstance(task, Regression) and task.calibrates and not task.open
     if not records.count("number") and not ranged_target:
         return DECLARED_SCALE
     columns = max(1, records.count("number", *COUNTED))

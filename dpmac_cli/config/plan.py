@@ -341,8 +341,9 @@ def counts_target(settings: Settings, facts: Dataset) -> bool:
         settings: completed settings.
         facts: public facts of the records.
     """
-    ranged = settings.scale == PRIVATE_SCALE and isinstance(facts.task, Regression)
-    return facts.task.open or ranged
+    task = facts.task
+    counted = isinstance(task, Regression) and task.calibrates
+    return task.open or (counted and settings.scale == PRIVATE_SCALE)
 
 
 #: Expected number of records to count for calibration: of each twenty that the steps draw, one, so

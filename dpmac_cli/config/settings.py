@@ -189,7 +189,7 @@ class Priced(Flags, frozen=True):
     """Settings that the privacy cost of a run follows from, apart from its noise and length.
 
     ``dpmac account`` has these, too. Together with the facts of a dataset they determine the number
-    of records, the sampling rate, and the histograms that are counted beside the steps.
+    of records, the sampling rate, and the histogram that is counted after the steps.
     """
 
     dataset: Annotated[
@@ -212,10 +212,6 @@ class Priced(Flags, frozen=True):
     """Calibrate probabilities, and give numbers intervals, by one noisy histogram of the training
     records, at 2% of the budget. [default: histogram where --epsilon is the target, otherwise
     none]"""
-    scale: Annotated[str, OneOf((PRIVATE_SCALE, DECLARED_SCALE))] = LATER
-    """Scale of a table's numbers with a declared range: private also finds range and ranks inside
-    it by noisy counts, at a tenth of the budget, and 8% more for a number to predict. [default:
-    private where --epsilon is the target and the records are many enough, otherwise declared]"""
 
 
 class Settings(Priced, frozen=True):
@@ -236,6 +232,10 @@ class Settings(Priced, frozen=True):
 
     renamed = RENAMED
     not_both = NOT_BOTH
+    scale: Annotated[str, OneOf((PRIVATE_SCALE, DECLARED_SCALE))] = LATER
+    """Scale of a table's numbers with a declared range: private also finds range and ranks inside
+    it by noisy counts, at a tenth of the budget, and 8% more for a number to predict. [default:
+    private where --epsilon is the target and the records are many enough, otherwise declared]"""
     fix_norm: StrictBool = False
     """Replace batch norm with group norm in your network."""
     isolate: StrictBool = False

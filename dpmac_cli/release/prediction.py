@@ -136,7 +136,7 @@ def _is_around(task: Task, facts: Facts) -> bool:
         facts: facts of the model.
     """
     found = task.open or facts.settings.scale == PRIVATE_SCALE
-    return found and isinstance(task, Regression) and task.covers(facts.task)
+    return found and isinstance(task, Regression) and task.calibrates and task.covers(facts.task)
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:

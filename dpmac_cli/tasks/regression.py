@@ -164,7 +164,7 @@ class Regression(Task):
 
     @property
     def calibrates(self) -> bool:
-        """Return whether residuals are counted: not for a task of a program, even a subclass."""
+        """Return whether its targets are counted: not those of a task of a program, a subclass."""
         return type(self) is Regression
 
     @property
@@ -260,26 +260,26 @@ class Regression(Task):
         if self.open:
             return targets.reshape(-1, 1).astype(np.float64)
         clipped = np.clip(targets.reshape(-1, 1).astype(np.float64), self.low, self.high)
-        return self.limited(self._scaled(clipped))
+        return self._scaled(clipped).clip(-1, 1)
 
     def recoded(self, targets: NDArray[Any], before: Task) -> NDArray[Any]:
         """Return targets that were encoded in another range, encoded in this one.
 
         Args:
             targets: encoded by ``before``, shape (records, 1).
-            before: the earlier task. Targets of the same task, or of another kind, stay as they
-                are.
+            before: the earlier task. Targets of the same task, of another kind, or of a task
+                of a program stay as they are.
 
         Returns:
             Shape (records, 1); targets beyond this range are outside [-1, 1].
         """
-        if self == before or not isinstance(before, Regression):
+        if self == before or not self.calibrates or not isinstance(before, Regression):
             return targets
         return self._scaled(before.decoded(targets))
 
     def limited(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return encoded targets, limited to [-1, 1]; as they are if the range is to be found."""
-        return targets if self.open else targets.clip(-1, 1)
+        return targets.clip(-1, 1) if self.calibrates and not self.open else targets
 
     def _scaled(self, numbers: Floats) -> NDArray[np.float32]:
         """Return numbers on the scale of the target on that of outputs: the range is [-1, 1]."""
@@ -344,8 +344,10 @@ class Regression(Task):
         Those beyond a range that counts found are as they were, so that scores are not better than
         predictions are.
         """
-        beyond = np.abs(targets) > 1
-        numbers = np.where(beyond, self._untransformed(targets), self.decoded(targets))
+        numbers = self.decoded(targets)
+        if self.calibrates:
+            beyond = np.abs(targets) > 1
+            numbers = np.where(beyond, self._untransformed(targets), numbers)
         return numbers[:, 0]
 
     def answers(self, outputs: Outputs) -> NDArray[np.float32]:
