@@ -135,8 +135,8 @@ def _is_around(task: Task, facts: Facts) -> bool:
         task: the number to predict, as it is declared.
         facts: facts of the model.
     """
-    found = task.open or facts.settings.scale == PRIVATE_SCALE
-    return found and isinstance(task, Regression) and task.calibrates and task.covers(facts.task)
+    is_found = task.open or facts.settings.scale == PRIVATE_SCALE
+    return is_found and isinstance(task, Regression) and task.calibrates and task.covers(facts.task)
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
