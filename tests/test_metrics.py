@@ -406,6 +406,7 @@ def test_a_task_of_numbers_needs_their_range(counts: dict[str, Any]) -> None:
         resolve(dataset="table.csv", schema="schema.yaml", **counts)
 
 
+@pytest.mark.promise("reading")
 def test_targets_of_a_task_of_a_program_are_learned_as_it_encodes_them(
     counts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def _read_labelled(declared: Declaration) -> Reading:
     if by_contents:
         of_records["key"] = keys_of([rows.cells[name] for name in table.names])
     of_records["x"], low, high = inputs_in(schema.columns, rows, declared.texts)
+    rows.remark_unread()
     good, left_out = rows.used(
         settings.skip_bad,
         f" Correct {table.path} or its schema (missing: input accepts records without a value), or "
@@ -315,6 +316,8 @@ def read_inputs(declared: Declaration) -> Reading:
     x, _, _ = inputs_in(schema.columns, rows, declared.texts)
     if skip_bad:
         rows.reject_unread()
+    else:
+        rows.remark_unread()
     good, left_out = rows.used(
         skip_bad,
         f" Correct {table.path} to fit the schema of the model, or add {{skip_bad=True}} to leave "

@@ -133,6 +133,11 @@ class TableRows:
             f"as {read_as} (record{'s' * several} {first_of(numbers)})"
         )
 
+    def remark_unread(self) -> None:
+        """Add remarks on the cells of :attr:`unread`, which count as missing."""
+        for column, fault, cells in self.unread:
+            self.remark(column, fault, cells, "missing")
+
     def reject_unread(self) -> None:
         """Make the cells of :attr:`unread` reasons why their records cannot be used."""
         for column, fault, cells in self.unread:
@@ -375,7 +380,6 @@ def _block_without_range(
     unknown = np.isnan(values)
     fault, is_unread = f"no {ONE_OF_TYPE[column.type]}", unknown & ~missing
     rows.unread.append((column, fault, is_unread))
-    rows.remark(column, fault, is_unread, "missing")
     low, high = -FARTHEST, FARTHEST
     if column.type == "boolean":
         low, high = 0.0, 1.0
