@@ -255,7 +255,8 @@ def _confidences(model: nn.Module, data: Data, records: Records) -> NDArray[np.f
     """
     batches = [on_cpu(logits) for _, logits in outputs_of(model, data, records)]
     outputs = torch.cat(batches).double().numpy()
-    return confidences(data.task, outputs, records.labels.cpu().numpy())
+    learned = data.task.limited(records.labels.cpu().numpy())
+    return confidences(data.task, outputs, learned)
 
 
 def _trainer(plan: Plan, task: PreparedRun, coins: NDArray[np.bool_]) -> Trainer:
