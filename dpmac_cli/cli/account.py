@@ -261,7 +261,7 @@ def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
 # The report of a run.
 
 
-def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
+def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float]:
     """Recompute the privacy cost of a run from its report.
 
     Args:
@@ -269,8 +269,8 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
         flags: flags, of which :data:`BESIDE_A_RUN` are used.
 
     Returns:
-        Rows for the requested delta and accountants, the epsilon in the report, and the correct
-        one.
+        Rows for the requested delta and accountants, the epsilon in the report, the correct one,
+        and the delta of both.
 
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
@@ -287,15 +287,16 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
         row = price(events, delta, accountant, unit, search)
         rows.append(replace(row, dataset_size=data.train_size))
     stored = math.inf if report.epsilon is None else report.epsilon
-    return rows, stored, epsilon_of(report.done, delta_of_run)
+    return rows, stored, epsilon_of(report.done, delta_of_run), delta_of_run
 
 
-def _judge(stored: float, correct: float) -> None:
+def _judge(stored: float, correct: float, delta: float) -> None:
     """Print that a report's epsilon is correct.
 
     Args:
         stored: epsilon in the report.
         correct: epsilon of the events in the report.
+        delta: delta of both.
 
     Raises:
         InputError: they differ by more than :data:`TOLERANCE`.
@@ -306,7 +307,7 @@ def _judge(stored: float, correct: float) -> None:
             f"The report's epsilon is wrong: it is {epsilon}, but the events in the report cost "
             f"{format_epsilon(correct)}. Do not rely on it."
         )
-    console.print_notes([f"the report's epsilon, {epsilon}, is correct"])
+    console.print_notes([f"the report's epsilon, {epsilon} at delta {delta:g}, is correct"])
 
 
 # Rows.
