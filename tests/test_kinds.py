@@ -120,6 +120,9 @@ def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) 
 def test_the_screen_names_the_counts_and_predictions_take_new_words_and_gaps(table: Path) -> None:
     made = dpmac(*TRAIN, "--out", "run", "--epochs", "3")
     assert "ranges found before the first step by histograms" in made.output
+    longer = dpmac("train", "--resume", "run", "--out", "longer", "--epochs", "4")
+    assert "ranges kept from the steps before, which paid for them" in longer.output
+    assert "ranges found" not in longer.output
     rows = people(4, seed=1).drop(columns="y").astype(object)
     rows.loc[0, "job"] = "never seen"
     rows.loc[1, "age"] = "?"

@@ -422,7 +422,7 @@ def test_the_report_charges_the_whole_search(published: tuple[Path, SearchSpace]
     assert (
         lines[-1]["test_accuracy"] == report["scores"]["accuracy"]["value"]
     )  # the score that decided
-    rows, stored, again = recount(run, Question())
+    rows, stored, again, _ = recount(run, Question())
     assert stored == again == rows[0].epsilon == whole
     assert isinstance(rows[0].done, Search)
     (first, *_) = report["risk"]["epsilons"]

@@ -270,7 +270,7 @@ def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
 # The report of a run.
 
 
-def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
+def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float]:
     """Recompute the privacy cost of a run from the events in its report.
 
     The second and third value are at the run's own delta, also if ``flags`` ask for another one, so
@@ -283,8 +283,8 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
 
     Returns:
         A tuple of the rows, one for each accountant that the flags name; the epsilon that the
-        report states, which is infinite for a run without privacy; and the correct one, computed
-        from the events. Comparing them is up to the caller.
+        report states, which is infinite for a run without privacy; the correct one, computed
+        from the events; and the delta of both. Comparing them is up to the caller.
 
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
@@ -301,15 +301,16 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float]:
         row = price(events, delta, accountant, unit, search)
         rows.append(replace(row, dataset_size=data.train_size))
     stored = math.inf if report.epsilon is None else report.epsilon
-    return rows, stored, epsilon_of(report.done, delta_of_run)
+    return rows, stored, epsilon_of(report.done, delta_of_run), delta_of_run
 
 
-def _judge(stored: float, correct: float) -> None:
+def _judge(stored: float, correct: float, delta: float) -> None:
     """Print that a report's epsilon is correct.
 
     Args:
         stored: epsilon in the report.
         correct: epsilon of the events in the report.
+        delta: delta of both.
 
     Raises:
         InputError: they differ by more than :data:`TOLERANCE`.
@@ -320,7 +321,7 @@ def _judge(stored: float, correct: float) -> None:
             f"The report's epsilon is wrong: it is {epsilon}, but the events in the report cost "
             f"{format_epsilon(correct)}. Do not rely on it."
         )
-    console.print_notes([f"the report's epsilon, {epsilon}, is correct"])
+    console.print_notes([f"the report's epsilon, {epsilon} at delta {delta:g}, is correct"])
 
 
 # Rows.

@@ -205,7 +205,9 @@ def _heading(event: Started) -> Iterator[Text]:
             f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
             f"delta {settings.delta:g}"
         )
-        if plan.ranges:
+        if plan.ranges and event.done:
+            yield Text("ranges kept from the steps before, which paid for them")
+        elif plan.ranges:
             noises = ", ".join(f"{counts.noise_multiplier:g}" for counts in plan.ranges)
             yield Text(f"ranges found before the first step by histograms, noise {noises}")
         if plan.histogram is not None:

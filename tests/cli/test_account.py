@@ -151,7 +151,9 @@ def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     result = account(str(runs / name))
     assert result.exit_code == 0
     assert result.stdout.startswith(f"epsilon {shown} at delta 1e-05\n")
-    assert f"the report's epsilon, {shown}, is correct" in result.stderr
+    assert f"the report's epsilon, {shown} at delta 1e-05, is correct" in result.stderr
+    other_delta = account(f"{runs / name} --delta 1e-6")
+    assert f"the report's epsilon, {shown} at delta 1e-05, is correct" in other_delta.stderr
     assert contents(runs) == before
 
 
