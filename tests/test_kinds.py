@@ -676,9 +676,11 @@ def test_a_declared_range_to_predict_that_is_far_too_wide_loses_next_to_nothing(
 
 def test_a_range_after_a_transform_is_found_on_that_scale(table: Path) -> None:
     frame = numbers(0, 1e12, "log1p")
-    target = finish(train_plan(plan(epochs=3, out="run"))).report["data"]["target"]
+    target = finish(train_plan(plan(epochs=3, seed=0, out="run"))).report["data"]["target"]
     assert target["low"] < frame.y.quantile(0.05)
-    assert frame.y.quantile(0.95) < target["high"] < 100 * frame.y.max()
+    assert frame.y.quantile(0.95) < target["high"]
+    # Of a declared width of 27.6 on that scale; the records have 2.8, and noise widens that.
+    assert np.log1p(target["high"]) - np.log1p(target["low"]) < 14
     assert target["transform"] == "log1p"
 
 

@@ -208,7 +208,7 @@ def test_smaller_chunks_are_shown_and_not_recorded(
     assert shown.exit_code == 0
     assert shown.output.count("memory ran out in step 6: continuing with ") == 1
     report = report_of("short")
-    assert report["settings"]["physical_batch"] == 1024
+    assert report["settings"]["physical_batch"] == 4096
     assert "physical-batch" not in Path("short/config.yaml").read_text()
 
 
