@@ -118,7 +118,11 @@ class Plan:
 
     @property
     def counts_target(self) -> bool:
-        """Return whether the range of a number to predict follows from counts."""
+        """Return whether noisy counts of the targets, paid for, decide the range to predict in.
+
+        False for classes, and for a declared range that is used as it is: see the function
+        :func:`counts_target`.
+        """
         return counts_target(self.settings, self.facts)
 
     @property
@@ -332,9 +336,9 @@ ROUNDS_OF_TARGET, MOMENTS = (0.006, 0.009, 0.015), 0.05
 
 
 def counts_target(settings: Settings, facts: Dataset) -> bool:
-    """Return whether the range of a number to predict follows from counts.
+    """Return whether noisy histograms of the targets, before the first step, decide their range.
 
-    It does if none is declared. Otherwise it is found inside the declared one where ranges of
+    Their cost is in epsilon. They do so if no range is declared. Otherwise it is found inside the declared one where ranges of
     columns are, too.
 
     Args:

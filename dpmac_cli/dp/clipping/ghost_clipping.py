@@ -210,7 +210,10 @@ class PositionProducts:
             out[part] = total[name].flatten()
 
     def double(self) -> "PositionProducts":
-        """Return the same form, whose uses are in float64."""
+        """Return the gradients of the same calls of the layer, from their tensors in float64.
+
+        Norms and sums whose rounding in float32 is too large are computed from it again.
+        """
         uses = [use.double() for use in self.uses]
         return replace(self, uses=tuple(uses))
 
