@@ -338,8 +338,8 @@ ROUNDS_OF_TARGET, MOMENTS = (0.006, 0.009, 0.015), 0.05
 def counts_target(settings: Settings, facts: Dataset) -> bool:
     """Return whether noisy histograms of the targets, before the first step, decide their range.
 
-    Their cost is in epsilon. They do so if no range is declared. Otherwise it is found inside the declared one where ranges of
-    columns are, too.
+    Their cost is in epsilon. They do so if no range is declared. Otherwise it is found inside the
+    declared one where ranges of columns are, too.
 
     Args:
         settings: completed settings.
