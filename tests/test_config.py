@@ -236,8 +236,8 @@ from dpmac_cli.runs import session
 metrics_line = session.metrics_line
 
 
-def with_patience(evaluated, epsilon, plan):  # the one place where it acts
-    return {**metrics_line(evaluated, epsilon, plan), "patience": plan.settings.patience}
+def with_patience(plan, *of_step):  # the one place where it acts
+    return {**metrics_line(plan, *of_step), "patience": plan.settings.patience}
 
 
 session.metrics_line = with_patience
