@@ -112,7 +112,7 @@ def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) 
         ends = f"{low:.4g} to {high:.4g}"
         if name == "since":
             ends = " to ".join(str(np.datetime64(int(day), "D")) for day in (low, high))
-            assert re.search(r"a date of .*: 20\d\d-\d\d-\d\d to 20\d\d-\d\d-\d\d, by noisy", card)
+            assert re.search(r"a date of .*: [-\d]+ to [-\d]+, by noisy", card)
         assert ends in card
     assert {"age", "income", "since"} == report["data"]["ranges"].keys()
 
