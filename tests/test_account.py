@@ -11,15 +11,16 @@ import pytest
 from torch import Tensor
 
 from dpmac_cli import BudgetError, files, make_private, resume
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.errors import ModelError
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.ledger import Ledger, read_ledger
+from dpmac_cli.runs.ledger import Ledger, done, read_ledger
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.training.carried_accounts import check_counted
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.step import Step
 from tests.digits_runs import after, digits_config
@@ -76,10 +77,10 @@ def test_a_copy_is_the_same_account_and_a_pickled_one_has_the_same_number(tmp_pa
     loaded = pickle.loads(stored)
     assert (type(loaded), loaded.number, loaded.own) == (Account, ledger.number, ledger.own)
     following = opened(earlier=ledger.past)
-    following.check_counted([loaded, ledger])
+    check_counted(following, [loaded, ledger])
     ledger.begin(ledger.steps(1))
     with pytest.raises(ModelError, match="was trained by another"):
-        following.check_counted([loaded, ledger])
+        check_counted(following, [loaded, ledger])
 
 
 def test_an_account_without_a_training_counts_other_events() -> None:

@@ -14,7 +14,7 @@ from scipy.stats import binom, chisquare
 from torch import Tensor, nn
 
 from dpmac_cli import clipped_grad
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import ROUNDING, total_epsilon
 from dpmac_cli.accounting.events import MOST_OVERFLOW, TrainingEvent
 from dpmac_cli.accounting.places import OVERFLOW, log_tail, overflow_of, places_of
@@ -26,6 +26,7 @@ from dpmac_cli.dp.clipping.order_of_sums import _ordinary, _showing_order
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.sampling import RandomPlaces
+from dpmac_cli.runs.ledger import done
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from tests.helpers import make_trainer, planned, tiny_data, walk
 

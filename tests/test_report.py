@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from jsonschema import Draft202012Validator
 
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
@@ -24,6 +24,7 @@ from dpmac_cli.release.described_run import DescribedRun
 from dpmac_cli.release.publish import guarantee_of
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.run import Run
+from dpmac_cli.runs.ledger import done
 from dpmac_cli.runs.resolve import resolve
 from tests.digits_runs import RATE, SIGMA, metrics_of, report_of, train_digits
 from tests.typed import dpmac

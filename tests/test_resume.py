@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dpmac_cli import resume
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
@@ -28,6 +28,7 @@ from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.ledger import done
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.runs.train import _check_same, _lost

@@ -12,7 +12,7 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import norm
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.account import Account, done
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import FINE, POINTS, loss_distribution, total_epsilon
 from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
@@ -28,6 +28,7 @@ from dpmac_cli.accounting.risk import (
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.release.described_run import DescribedRun
 from dpmac_cli.release.publish import guarantee_of
+from dpmac_cli.runs.ledger import done
 from dpmac_cli.runs.resolve import resolve
 
 pytestmark = pytest.mark.promise("risk")

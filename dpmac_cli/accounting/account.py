@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -20,22 +20,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-from dpmac_cli.accounting.account_file import AccountFile, locked, read_account
-from dpmac_cli.accounting.accountants import (
-    COARSE,
-    epsilon_at_order,
-    order_for,
-    total_epsilon,
-)
+from dpmac_cli.accounting.account_file import AccountFile, locked, read_account, read_again
+from dpmac_cli.accounting.accountants import COARSE, epsilon_at_order, order_for, total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent, covers, merged, without
+from dpmac_cli.accounting.planned_training import PlannedTraining
 from dpmac_cli.accounting.statements import RECORD, UNIT, format_epsilon, statement
-from dpmac_cli.errors import BudgetError, InputError, ModelError
+from dpmac_cli.errors import BudgetError, InputError
 
 #: Unit of privacy where each row of a batch is one.
 RECORD_UNIT = ("training record", "")
-#: Planned training of an account that has none.
-NO_TRAINING = TrainingEvent(1e-9, 0.0, 0)
 #: Reservations of a training on disk, because syncing takes time. Steps of one that are not taken
 #: are counted if the process is killed.
 RESERVED = 100
@@ -55,20 +49,16 @@ CLOSED = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Account:
+class Account(PlannedTraining):
     """Events on some records that have begun, and the training that is planned.
 
         account = Account(event=TrainingEvent(0.01, 1.0, 500), delta=1e-5)
         account.begin(account.steps(1))  # before the records of the step are read
         account.epsilon
 
+    What the training plans is in :class:`.PlannedTraining`.
+
     Attributes:
-        event: the planned training, with all its steps.
-        base: step of the training after which this account begins, for a resumed one.
-        begun: last step of the training that may have begun.
-        score: planned event of the covered test score at the end; None for exact scores.
-        ranges: planned events of counts before the first step, which ranges follow from.
-        histogram: planned event of the histogram of the training records at the end; None without.
         others: events that have begun, except for steps.
         earlier: accounts of earlier work on the same records, which epsilon covers, as they were.
         delta: delta of the guarantee.
@@ -88,12 +78,6 @@ class Account:
         affordable: events that are within the budget together, as was computed before.
     """
 
-    event: TrainingEvent = NO_TRAINING
-    base: int = 0
-    begun: int = 0
-    score: TrainingEvent | None = None
-    ranges: tuple[TrainingEvent, ...] = ()
-    histogram: TrainingEvent | None = None
     others: tuple[TrainingEvent, ...] = ()
     earlier: tuple["Account", ...] = ()
     delta: float = 0.0
@@ -183,7 +167,8 @@ class Account:
         Raises:
             InputError: the file is missing, damaged, or none of an account.
         """
-        return _opened(Path(path).resolve())
+        file = Path(path).resolve()
+        return _kept(file, read_account(file))
 
     def begin(self, event: TrainingEvent, unit: tuple[str, str] | None = None) -> None:
         """Count an event that is about to use records, or a part of it that is left out.
@@ -214,7 +199,7 @@ class Account:
             if self.is_of_training(event):
                 self.begun += event.steps
                 return
-            planned = self._is_planned(event)
+            planned = event in self._to_come
             self.others = self._others_with(event)
             if self.remaining and not planned:
                 self._leave_room()
@@ -248,7 +233,7 @@ class Account:
                     f"budget allows, of which {self.remaining} are left."
                 )
             return
-        if self._is_planned(event) or math.isinf(self.budget):
+        if event in self._to_come or math.isinf(self.budget):
             return
         events = (*self.before, *self.own, *self._to_come, event)
         if covers(self.affordable, events):
@@ -272,7 +257,10 @@ class Account:
         Raises:
             InputError: a noise multiplier is not supported.
         """
-        orders = [each.order for each in (*self.earlier, self) if each.order is not None]
+        orders = list[float]()
+        for account in (*self.earlier, self):
+            if account.order is not None:
+                orders.append(account.order)
         if not orders:
             return total_epsilon(events, self.delta)
         return epsilon_at_order(events, self.delta, min(orders))
@@ -302,17 +290,7 @@ class Account:
         """
         if self.path is None:
             return
-        now = read_account(self.path)
-        if now.number != self.number:
-            raise InputError(
-                f"{self.path} is the account of other records than those it was opened for. Put "
-                "its own file back."
-            )
-        if not covers(now.events, self.others):
-            raise InputError(
-                f"{self.path} counts less than it did before: an older copy was restored, which "
-                "does not know what was released since. Put the latest one back."
-            )
+        now = read_again(self.path, self.number, self.others)
         self.others, self.unit = now.events, now.unit
 
     def _others_with(self, event: TrainingEvent) -> tuple[TrainingEvent, ...]:
@@ -333,46 +311,15 @@ class Account:
                 yield
 
     def _store(self, path: Path, events: tuple[TrainingEvent, ...]) -> None:
-        """Write the account to disk, with sync. Raises OSError."""
-        content = AccountFile(
+        """Write the account with some events to its file, with sync. Raises OSError."""
+        AccountFile(
             number=self.number,
             unit=self.unit,
             delta=self.delta,
             target=self.target,
             order=self.order,
             events=events,
-        )
-        content.write(path)
-
-    def steps(self, count: int) -> TrainingEvent:
-        """Return the event of some steps of the planned training. Nothing begins.
-
-        Args:
-            count: number of steps, from 0.
-
-        >>> Account(event=TrainingEvent(0.01, 1.0, 500)).steps(1).steps
-        1
-        """
-        return replace(self.event, steps=count)
-
-    def is_of_training(self, event: TrainingEvent) -> bool:
-        """Return whether an event is steps of the planned training, any number of them.
-
-        Args:
-            event: an event, which has the noise, sampler and rate of the training if it is. False
-                in an account that plans no training.
-        """
-        return self.event != NO_TRAINING and self.steps(event.steps) == event
-
-    @property
-    def end(self) -> int:
-        """Step of the training at which it ends as planned."""
-        return self.base + self.event.steps
-
-    @property
-    def remaining(self) -> int:
-        """Number of planned steps that have not begun."""
-        return self.end - self.begun
+        ).write(path)
 
     @property
     def limit(self) -> float:
@@ -395,11 +342,6 @@ class Account:
     def kept_to(self) -> float:
         """Target that a resumed training keeps to; infinity for others."""
         return self.target if self.earlier and self.target is not None else math.inf
-
-    @property
-    def done(self) -> TrainingEvent:
-        """Return the event of the steps that have begun, which may be none."""
-        return self.steps(self.begun - self.base)
 
     @property
     def own(self) -> tuple[TrainingEvent, ...]:
@@ -433,7 +375,7 @@ class Account:
     @property
     def all_planned(self) -> tuple[TrainingEvent, ...]:
         """Return all planned events, also that of a covered score on test records."""
-        return self.planned if self.score is None else (*self.planned, self.score)
+        return (*self.before, self.event, *self.besides)
 
     @property
     def epsilon(self) -> float:
@@ -473,17 +415,14 @@ class Account:
         Args:
             step: step from ``base`` to ``end``.
         """
-        part = self.steps(step - self.base)
-        cost = min(
-            total_epsilon(self.planned, self.delta),
-            total_epsilon((*self.before, *self.ranges, part), self.delta, widest=COARSE),
-        )
+        planned = total_epsilon(self.planned, self.delta)
         if step < self.end:
-            return cost
-        cost = total_epsilon(self.planned, self.delta)
-        if self.score is not None:
-            cost = max(cost, total_epsilon((*self.before, self.score), self.delta))
-        return cost
+            part = self.steps(step - self.base)
+            begun = (*self.before, *self.ranges, part)
+            return min(planned, total_epsilon(begun, self.delta, widest=COARSE))
+        if self.score is None:
+            return planned
+        return max(planned, total_epsilon((*self.before, self.score), self.delta))
 
     @property
     def private(self) -> bool:
@@ -514,14 +453,6 @@ class Account:
         """
         self._shorten_to(self.limit)
 
-    def leave_out_histogram(self) -> None:
-        """Leave out the planned histogram if what was lost has taken its part of the budget."""
-        if math.isinf(self.limit):
-            return
-        events = (*self.before, self.event, *self.others, *self._to_come)
-        if total_epsilon(events, self.delta) > self.limit:
-            self.histogram = None
-
     def _shorten_to(self, limit: float) -> None:
         others = (*self.before, *self.others, *self._to_come)
         count = affordable_steps(self.event, self.delta, limit, others, self.cost)
@@ -530,42 +461,7 @@ class Account:
     @property
     def _to_come(self) -> tuple[TrainingEvent, ...]:
         """Return what is planned besides steps and has not begun."""
-        planned = self.histograms
-        if self.score is not None:
-            planned = (*planned, self.score)
-        return without(planned, self.others)
-
-    @property
-    def histograms(self) -> tuple[TrainingEvent, ...]:
-        """Return the planned histograms, begun or not."""
-        if self.histogram is None:
-            return self.ranges
-        return (*self.ranges, self.histogram)
-
-    def check_counted(self, now: Iterable["Account"]) -> None:
-        """Reject work on a network whose other accounts have begun more than this one counts.
-
-        Args:
-            now: accounts that the network carries as it is; this one among them is left out.
-
-        Raises:
-            ModelError: one has begun more than ``earlier`` has of it.
-        """
-        counted = {account.number: account.count for account in self.earlier}
-        for account in now:
-            if account.number == self.number:
-                continue
-            if account.count > counted.get(account.number, 0):
-                raise ModelError(
-                    "The network, or one that it or its loss uses, was trained by another "
-                    "PrivateStep or make_private since this one was created, so its epsilon does "
-                    "not count those steps. Create this one again. To train several networks "
-                    "together, make them parts of one."
-                )
-
-    def _is_planned(self, event: TrainingEvent) -> bool:
-        """Return whether an event is planned besides steps, and has not begun."""
-        return event in self._to_come
+        return without(self.besides, self.others)
 
     def _leave_room(self) -> None:
         """Leave out planned steps that the budget no longer allows."""
@@ -577,9 +473,8 @@ class Account:
         self.event = self.steps(max(taken, self.event.steps))
 
 
-def _opened(path: Path) -> Account:
-    """Return the account in a file. Raises InputError."""
-    content = read_account(path)
+def _kept(path: Path, content: AccountFile) -> Account:
+    """Return the account that is in a file."""
     return Account(
         path=path,
         number=content.number,
@@ -602,16 +497,4 @@ def reopened(path: str, number: str, others: tuple[TrainingEvent, ...]) -> Accou
     Raises:
         InputError: the file is missing, damaged, another one's, or counts less.
     """
-    account = replace(_opened(Path(path)), number=number, others=others)
-    account.refresh()
-    return account
-
-
-def done(event: TrainingEvent, **values: Any) -> Account:
-    """Return an account in memory in which an event has begun, all of it.
-
-    Args:
-        event: the event, as the planned training.
-        values: further fields of the account, by name.
-    """
-    return Account(event=event, begun=event.steps, **values)
+    return _kept(Path(path), read_again(Path(path), number, others))

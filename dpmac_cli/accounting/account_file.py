@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpmac_cli import files
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent, covers
 from dpmac_cli.errors import InputError
 
 #: Seconds to wait while another process begins an event of the same account.
@@ -81,6 +81,31 @@ def read_account(path: Path) -> AccountFile:
             f"{path} is damaged, or not an account of dpmac, so what was spent on its records is "
             "unknown. Put the latest copy back."
         ) from failure
+
+
+def read_again(path: Path, number: str, counted: tuple[TrainingEvent, ...]) -> AccountFile:
+    """Return the content of a file that was read before, which may count more by now.
+
+    Args:
+        path: the file, as for :func:`read_account`.
+        number: number of the account that it must be of.
+        counted: events that it must count, at least.
+
+    Raises:
+        InputError: it is missing, damaged, another one, or older than it was.
+    """
+    now = read_account(path)
+    if now.number != number:
+        raise InputError(
+            f"{path} is the account of other records than those it was opened for. Put its own "
+            "file back."
+        )
+    if not covers(now.events, counted):
+        raise InputError(
+            f"{path} counts less than it did before: an older copy was restored, which does not "
+            "know what was released since. Put the latest one back."
+        )
+    return now
 
 
 @contextmanager

@@ -6,11 +6,13 @@ Imports no torch.
 import json
 import math
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dpmac_cli import files
-from dpmac_cli.accounting.account import RESERVED, Account, done
+from dpmac_cli.accounting.account import RESERVED, Account
+from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, without
 from dpmac_cli.runs import folder, headers
 
@@ -61,6 +63,14 @@ class Ledger(Account):
         """
         self._write(self.begun, self.others)
 
+    def leave_out_histogram(self) -> None:
+        """Leave out the planned histogram if what was lost has taken its part of the budget."""
+        if math.isinf(self.limit):
+            return
+        events = (*self.before, self.event, *self.others, *self._to_come)
+        if total_epsilon(events, self.delta) > self.limit:
+            self.histogram = None
+
     def _write(self, begun: int, others: tuple[TrainingEvent, ...]) -> None:
         """Write steps up to ``begun`` and other events to disk, with sync. Raises OSError."""
         if self.run is None:
@@ -69,18 +79,28 @@ class Ledger(Account):
         if self.score in more and counts_score(self.base, begun, self.end):
             more.remove(self.score)  # it counts with the last step
         spent = {
-            "earlier": [asdict(event) for event in (*self.before, *more)],
+            "earlier": list(map(asdict, (*self.before, *more))),
             "event": asdict(self.event),
             "base": self.base,
             "begun": begun,
             "seeded": self.seeded,
             "secure": self.secure,
             "score": None if self.score is None else asdict(self.score),
-            "histograms": [asdict(event) for event in without(self.histograms, more)],
+            "histograms": list(map(asdict, without(self.histograms, more))),
         }
         text = files.with_checksum("spent", spent)
         files.write_atomically(folder.checkpoints(self.run) / FILE, text.encode())
         self.reserved = begun
+
+
+def done(event: TrainingEvent, **values: Any) -> Account:
+    """Return an account in memory in which an event has begun, all of it.
+
+    Args:
+        event: the event, as the planned training.
+        values: further fields of the account, by name.
+    """
+    return Account(event=event, begun=event.steps, **values)
 
 
 #: How a run ended.
@@ -133,7 +153,7 @@ def read_ledger(run: Path) -> Account | None:
         spent = files.checked((run / folder.CHECKPOINTS / FILE).read_bytes(), "spent")
         record = headers.Spent.model_validate_json(json.dumps(spent), strict=True)
         account = Account(
-            earlier=tuple(done(event) for event in record.earlier),
+            earlier=tuple(map(done, record.earlier)),
             event=record.event,
             base=record.base,
             begun=record.begun,
@@ -164,6 +184,6 @@ def begun_events(
     account = read_ledger(run)
     if account is not None:
         events = account.all_planned if whole else account.events
-        return tuple(event for event in events if event.steps)
+        return tuple(filter(attrgetter("steps"), events))
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return planned if begun else ()

@@ -26,6 +26,7 @@ from dpmac_cli.randomness.keystream import Unshared, make_keys
 from dpmac_cli.training.carried_accounts import (
     Parts,
     accounts_of,
+    check_counted,
 )
 from dpmac_cli.training.distributed import check_single_process
 from dpmac_cli.training.memory import keep_freed_memory
@@ -217,7 +218,7 @@ class PrivateProgram(Unshared):
         """
         self.check_process()
         check_single_process()
-        self._account.check_counted(accounts_of(self._held))
+        check_counted(self._account, accounts_of(self._held))
         if not self._account.remaining:
             raise BudgetError(
                 f"All {len(self)} steps have been taken, and epsilon is "

@@ -56,6 +56,7 @@ from dpmac_cli.training.carried_accounts import (
     attach,
     carried_by,
     check_composable,
+    check_counted,
     parts_held_by,
 )
 from dpmac_cli.training.clipped_grad import validated_sum
@@ -401,7 +402,7 @@ class PrivateStep(PrivateProgram):
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
-        self._account.check_counted(carried_by(self._model, (self._loss, self._weigh)))
+        check_counted(self._account, carried_by(self._model, (self._loss, self._weigh)))
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
         self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dpmac_cli.accounting.account import NO_TRAINING, Account
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import covers
+from dpmac_cli.accounting.planned_training import NO_TRAINING
 from dpmac_cli.errors import InputError
 
 #: Entries of the state of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
