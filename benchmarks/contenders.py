@@ -36,7 +36,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.training.chunks import DataSum
+from dpmac_cli.training.data_sum import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 

@@ -42,7 +42,7 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, RandomPlaces, Sampler
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.training.chunks import DataSum
+from dpmac_cli.training.data_sum import DataSum
 from dpmac_cli.training.distributed import Ranks
 
 CLASSES, SIDE, WIDTH = 4, 3, 5

@@ -18,7 +18,7 @@ from dpmac_cli.dp.clipping.batches import Structure, parts_by_name
 from dpmac_cli.models.digest import identical
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.training.reading import OneByOne, Reader, first_row, probes, seeds_generators
-from dpmac_cli.training.rows import stored_in
+from dpmac_cli.training.stored_rows import stored_in
 
 RECORDS, KEY = 40, bytes(range(32))
 NUMBERS = np.arange(RECORDS)

@@ -296,8 +296,8 @@ def test_a_resume_into_another_folder_reuses_no_draw(
         patch.setattr(
             checkpoint,
             "save",
-            lambda run, tensors, record: (
-                record["state"]["step"] < 21 and save(run, tensors, record)
+            lambda run, state, ranges, record: (
+                record["state"]["step"] < 21 and save(run, state, ranges, record)
             ),
         )
         finish(train_plan(start(out="run")))

@@ -40,7 +40,7 @@ from dpmac_cli.files import write_atomically
 from dpmac_cli.release.prediction import Predictions
 from dpmac_cli.release.run import load
 from dpmac_cli.release.train import finish, train_plan
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.resolve import resolve
 
 #: Largest seed that is drawn from a generator of numbers.
@@ -125,7 +125,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         where = Path(out)
         folder.check_chosen_folder(where, force)
         folder.make_folder(where)
-        with folder.locked(where):
+        with lock.locked(where):
             folder.clear(where)
             for name, content in self._files.items():
                 write_atomically(where / name, content)

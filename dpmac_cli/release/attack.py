@@ -46,7 +46,7 @@ from dpmac_cli.release.membership import RATES, auc, confidences, figures, halve
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import data_of
 from dpmac_cli.release.report import FORMAT, Report, read_report
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.resolve import resolve
@@ -290,7 +290,7 @@ def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
     recipe, where = Recipe(asked), folder_of(asked.run)
     seal = hashlib.sha256((asked.run / folder.REPORT).read_bytes()).hexdigest()
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    with folder.locked(where):
+    with lock.locked(where):
         done, missing = dict[Name, ShadowRun](), list[Name]()
         for name in [(noisy, number) for noisy in (True, False) for number in range(runs)]:
             earlier = _read(_file(where, seal, name))

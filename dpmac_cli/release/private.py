@@ -24,7 +24,7 @@ from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import trained_parts
 from dpmac_cli.release.publish import publish
 from dpmac_cli.release.run import Run
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
@@ -33,7 +33,7 @@ from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.carried_accounts import carried_by, check_composable, parts_held_by
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_program import PrivateProgram
-from dpmac_cli.training.private_step import NO_SEED
+from dpmac_cli.training.step_plan import NO_SEED
 
 
 class PrivateTraining(PrivateProgram):
@@ -243,7 +243,7 @@ class PrivateTraining(PrivateProgram):
             seconds=seconds,
             weighed=self._weighed,
         )
-        with folder.locked(where):
+        with lock.locked(where):
             folder.clear(where)
             session.begin_files()
             return publish(session, self.model)

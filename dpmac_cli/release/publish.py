@@ -42,7 +42,6 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device, device_name
 from dpmac_cli.runs.ledger import state_of
 from dpmac_cli.runs.session import Session
-from dpmac_cli.runs.trainer import RANGES
 from dpmac_cli.tasks.calibration import Calibration
 from dpmac_cli.tasks.operating_point import OperatingPoint
 from dpmac_cli.tasks.residuals import Residuals
@@ -256,8 +255,8 @@ def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float,
         return {} if counted else None
     columns = {column.name: column for column in plan.facts.schema.columns}
     none = torch.empty(0)
-    lows = counted.get(f"{RANGES}low", none).tolist()
-    highs = counted.get(f"{RANGES}high", none).tolist()
+    lows = counted.get("low", none).tolist()
+    highs = counted.get("high", none).tolist()
     ranges = dict[str, tuple[float, float]]()
     for name, low, high in zip(plan.counted_columns, lows, highs, strict=True):
         ranges[name] = columns[name].as_declared(low, high)

@@ -29,7 +29,7 @@ from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.records import AnyNumber, AnyRecords
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.runs import folder, ledger
+from dpmac_cli.runs import folder, ledger, lock
 from dpmac_cli.runs.headers import MOST_PARTS, Number, Part, PrintableText, Sha256
 from dpmac_cli.tasks.calibration import Calibration, cell_count
 from dpmac_cli.tasks.operating_point import OperatingPoint
@@ -486,7 +486,7 @@ def how_it_ended(run: Path) -> tuple[str, Report | None]:
         report. Or None as the second value, beside :data:`RUNNING` while another process has the
         folder, :data:`CUT_OFF` without a report, or :data:`DAMAGED` if it cannot be read.
     """
-    if folder.in_use(run):
+    if lock.in_use(run):
         return RUNNING, None
     if not (run / folder.REPORT).exists():
         return CUT_OFF, None

@@ -21,6 +21,8 @@ from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder, headers
 
 VERSION = 9
+#: Beginning of the names of ranges.
+RANGES = "ranges."
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,8 @@ class Checkpoint:
     """State of a run after some step, as :func:`read` returns it.
 
     Attributes:
-        tensors: tensors by name, on the CPU, see
-            :meth:`dpmac_cli.training.state.TrainState.tensors`. Ranges of a table's columns are
-            among them, see :func:`dpmac_cli.runs.trainer.ranges_in`.
+        tensors: tensors of the state and, with names that begin with :data:`RANGES`, ranges of a
+            table's columns and of its target; by name, on the CPU.
         record: the step, configuration and history.
     """
 
@@ -42,6 +43,24 @@ class Checkpoint:
         """Number of steps taken; 0 before the first."""
         return self.record.state.step
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the state: see :meth:`.TrainState.tensors`."""
+        return self._named(ranges=False)
+
+    @property
+    def ranges(self) -> dict[str, Tensor]:
+        """Return the ranges that were counted: see :attr:`.Trainer.ranges`. {} for none."""
+        return self._named(ranges=True)
+
+    def _named(self, *, ranges: bool) -> dict[str, Tensor]:
+        """Return the tensors that are ranges, or the others, by name."""
+        named = dict[str, Tensor]()
+        for name, tensor in self.tensors.items():
+            if name.startswith(RANGES) == ranges:
+                named[name.removeprefix(RANGES)] = tensor
+        return named
+
 
 def path_in(run: Path) -> Path:
     """Return the path of a run's checkpoint, which need not exist.
@@ -52,19 +71,27 @@ def path_in(run: Path) -> Path:
     return run / folder.CHECKPOINTS / folder.STATE
 
 
-def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+def save(
+    run: Path,
+    state: Mapping[str, Tensor],
+    ranges: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+) -> None:
     """Replace the checkpoint of a run, atomically; its folder is created if it is missing.
 
     Args:
         run: folder of the run, which must exist.
-        tensors: tensors by name, on any device; see ``TrainState.tensors``.
+        state, ranges: tensors by name, on any device, as in :class:`Checkpoint`.
         record: everything else, as JSON values: the fields of :class:`.headers.Record`.
 
     Raises:
         OSError: the file cannot be written. The checkpoint before is unchanged.
         ValueError: a number of the record is not finite.
     """
-    stored = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    stored = dict[str, Tensor]()
+    for prefix, tensors in (("", state), (RANGES, ranges)):
+        for name, tensor in tensors.items():
+            stored[f"{prefix}{name}"] = tensor.detach().cpu().contiguous().clone()
     sealed = {"version": VERSION, "sha256": digest(stored, record), "record": record}
     header = {CHECKPOINT_HEADER: json.dumps(sealed, allow_nan=False)}
     folder.checkpoints(run)

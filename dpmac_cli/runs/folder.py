@@ -1,17 +1,15 @@
-"""Folder of a run: the names of its files, its lock, and what may be replaced or removed in it.
+"""Folder of a run: the names of its files, and what may be replaced or removed in it.
 
 Files are written atomically and never overwritten unintentionally. Functions whose argument is
 ``run`` take the path of such a folder.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +23,7 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.files import PART, PRIVATE_MODE, write_atomically
+from dpmac_cli.files import PART, write_atomically
 
 #: Folder of runs without --out.
 RUNS = Path("runs")
@@ -51,9 +49,8 @@ SUMS = "SHA256SUMS"
 WRITTEN = (SUMS, *(name for name in SEALED if name != CONFIG), CONFIG)
 #: Every file that dpmac writes to the folder of checkpoints.
 SAVED = (STATE, LEDGER)
-
-#: How often a lock is tried again while :func:`in_use` may hold it, and the seconds between.
-LOOKS, A_LOOK = 5, 0.05
+#: Pattern of what a write of one of these files leaves, by its name, when it is killed.
+PARTIAL = ".{}.*" + PART
 
 #: Exceptions raised by reading a missing or damaged JSON or YAML file.
 BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
@@ -158,26 +155,13 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
 
 
-def check_place(plan: Plan) -> None:
-    """Reject the chosen folder of a run like :func:`check_chosen_folder`.
-
-    Args:
-        plan: plan of the run. Without a chosen folder, it gets a new one, and nothing is checked.
-
-    Raises:
-        InputError: the folder cannot be used. Nothing is changed.
-    """
-    if plan.settings.out is not None:
-        check_chosen_folder(plan.settings.out, plan.settings.force)
-
-
 def make_place(plan: Plan) -> Path:
     """Create the folder of a run, and return its path.
 
     That is the chosen one, which may exist, or the first free one in :data:`RUNS`.
 
     Args:
-        plan: plan of the run, which was checked by :func:`check_place`.
+        plan: plan of the run, whose folder was checked by :func:`check_chosen_folder`.
 
     Raises:
         InputError: it cannot be created.
@@ -200,74 +184,13 @@ def new_folder(root: Path, stem: str) -> Path:
     """
     if os.path.lexists(root) and not root.is_dir():
         raise InputError(f"{root} is a file, but dpmac needs a folder of that name for runs.")
-    with _writable(root):
+    with writable(root):
         root.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             with contextlib.suppress(FileExistsError):
                 (root / f"{stem}-{number}").mkdir()
                 break
     return root / f"{stem}-{number}"
-
-
-def _lock(handle: int) -> None:
-    """Lock a file, after any :func:`in_use` that is just looking. Raises BlockingIOError."""
-    for _ in range(LOOKS):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(A_LOOK)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Lock a run's folder within a context, and remove partial files.
-
-    Whoever writes to a folder holds it. A second process is refused, so that two runs never share a
-    ledger or a checkpoint. The lock ends with the process, also if that is killed. Nested contexts
-    for one folder are refused too.
-
-    Args:
-        run: the folder, which must exist. The file ``.lock`` is created in it, and stays.
-
-    Raises:
-        InputError: another process has locked it, or it is not writable.
-    """
-    with _writable(run):
-        handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
-    try:
-        try:
-            _lock(handle)
-        except BlockingIOError as failure:
-            raise InputError(
-                f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
-                "stop it."
-            ) from failure
-        for part in _partial_files(run):
-            part.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(handle)
-
-
-def in_use(run: Path) -> bool:
-    """Return whether a process holds a run's folder (:func:`locked`); False if that is unknown.
-
-    Args:
-        run: the folder. Nothing in it is changed.
-    """
-    try:
-        handle = os.open(run / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        # Shared, so that several lists can look at once. A run that starts meanwhile tries again.
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def _named(place: Path, names: Iterable[str]) -> list[Path]:
@@ -277,8 +200,10 @@ def _named(place: Path, names: Iterable[str]) -> list[Path]:
     """
     if (place.name == CHECKPOINTS and place.is_symlink()) or not place.is_dir():
         return []
-    there = sorted(place.iterdir())
-    return [path for name in names for path in there if fnmatchcase(path.name, name)]
+    there, matches = sorted(place.iterdir()), list[Path]()
+    for name in names:
+        matches.extend(path for path in there if fnmatchcase(path.name, name))
+    return matches
 
 
 def _ours(run: Path) -> list[Path]:
@@ -286,9 +211,13 @@ def _ours(run: Path) -> list[Path]:
     return [*_named(run / CHECKPOINTS, SAVED), *_named(run, WRITTEN)]
 
 
-def _partial_files(run: Path) -> list[Path]:
-    """Return the files that :func:`write_atomically` left in a run's folder when it was killed."""
-    saved, public = ([f".{name}.*{PART}" for name in names] for names in (SAVED, WRITTEN))
+def partial_files(run: Path) -> list[Path]:
+    """Return the files that :func:`write_atomically` left in a run's folder when it was killed.
+
+    Args:
+        run: the folder.
+    """
+    saved, public = map(PARTIAL.format, SAVED), map(PARTIAL.format, WRITTEN)
     return [*_named(run / CHECKPOINTS, saved), *_named(run, public)]
 
 
@@ -354,7 +283,7 @@ def remove(run: Path) -> None:
         run.unlink()
     if not run.is_dir():
         return
-    for part in _partial_files(run):
+    for part in partial_files(run):
         part.unlink()
     clear(run)
     (run / LOCK).unlink(missing_ok=True)
@@ -366,20 +295,20 @@ def remove(run: Path) -> None:
     run.rmdir()
 
 
-def check_chosen_folder(folder: Path, force: bool) -> None:
+def check_chosen_folder(folder: Path | None, force: bool) -> None:
     """Reject a folder for a new run: a file, a run without ``force``, or other files.
 
     Args:
         folder: the folder, which need not exist. What a run left that was killed before it began
-            does not matter.
+            does not matter. None is accepted: :func:`make_place` makes a new one.
         force: whether a run in it is replaced. Other files are never replaced.
 
     Raises:
         InputError: the folder cannot be used, with what to use instead. Nothing is changed.
     """
-    if folder.exists() and not folder.is_dir():
+    if folder is not None and folder.exists() and not folder.is_dir():
         raise InputError(f"{{out=}}{folder} is a file. Use a folder.")
-    if not folder.exists() or all(map(is_leftover, folder.iterdir())):
+    if folder is None or not folder.exists() or all(map(is_leftover, folder.iterdir())):
         return
     if not holds_run(folder):
         raise InputError(
@@ -550,14 +479,18 @@ def make_folder(run: Path) -> Path:
     Raises:
         InputError: it cannot be created, or is a file.
     """
-    with _writable(run):
+    with writable(run):
         run.mkdir(parents=True, exist_ok=True)
     return run
 
 
 @contextlib.contextmanager
-def _writable(run: Path) -> Iterator[None]:
-    """Convert an OSError within a context to an InputError about a run's folder."""
+def writable(run: Path) -> Iterator[None]:
+    """Convert an OSError within a context to an InputError about a run's folder.
+
+    Args:
+        run: the folder.
+    """
     try:
         yield
     except OSError as failure:

@@ -144,7 +144,7 @@ class Session:
             "parts": len(self.account.before),
             "histogram": _as_record(self.trainer.histogram),
         }
-        checkpoint.save(self.where, {**state.tensors(), **self.trainer.ranges}, record)
+        checkpoint.save(self.where, state.tensors(), self.trainer.ranges, record)
 
     def drive(self, stop: Callable[[], bool]) -> Iterator["SessionEvent"]:
         """Train to the end, and write the files that are not published. Call it once.

@@ -29,13 +29,13 @@ from dpmac_cli.errors import BudgetError, InputError, as_flags
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import checkpoint, folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, read_ledger, state_of
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import Resolved, resolve
 from dpmac_cli.runs.session import Session, SessionEvent, config_file
-from dpmac_cli.runs.trainer import RANGES, make_trainer, ranges_in
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.training.distributed import Ranks, check_single_process
 
@@ -54,15 +54,11 @@ class Inherited:
         saved: checkpoint that it continues from; None for a new run.
         account: account of the run as it was; None for a new run.
         elsewhere: whether it continues in another folder, as a run with other settings.
-        notes: messages for the user.
-        data: your own dataset, which was read for its plan; None to read it.
     """
 
     saved: checkpoint.Checkpoint | None = None
     account: Account | None = None
     elsewhere: bool = False
-    notes: tuple[str, ...] = ()
-    data: Dataset | None = None
 
     @property
     def earlier(self) -> tuple[Account, ...]:
@@ -85,7 +81,7 @@ class Inherited:
     @property
     def has_ranges(self) -> bool:
         """Return whether the run has ranges of columns, which it does not pay for again."""
-        return self.saved is not None and bool(ranges_in(self.saved.tensors))
+        return self.saved is not None and bool(self.saved.ranges)
 
     @property
     def histogram(self) -> NoisyHistogram | None:
@@ -129,7 +125,7 @@ def new_run(
         KeyboardInterrupt: ``stop`` returned True while features were computed.
     """
     with torch_failures_explained():
-        folder.check_place(plan)
+        folder.check_chosen_folder(plan.settings.out, plan.settings.force)
         session = _session(plan, Inherited(), stop, data, ranks)
         yield from _first(session, stop)
 
@@ -137,8 +133,9 @@ def new_run(
 def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent, None, None]:
     """Run a session in a new folder, whose old run, if any, is removed."""
     plan, where = session.plan, session.where
-    with folder.locked(where):
-        folder.check_place(plan)  # another run may have ended in it meanwhile
+    with lock.locked(where):
+        # Another run may have ended in it meanwhile.
+        folder.check_chosen_folder(plan.settings.out, plan.settings.force)
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
         folder.remove_state(where)
@@ -177,9 +174,10 @@ def continued_run(
     run, changes = Path(run), dict(Settings.model_validate(flags).explicit)
     folder.check_run_folder(run)
     with torch_failures_explained():
-        with folder.locked(run):
-            plan, before = _continued(run, changes)
-            session = _session(plan, before, stop, data or before.data, ranks)
+        with lock.locked(run):
+            resolved, before = _continued(run, changes)
+            data = data or resolved.data
+            session = _session(resolved.plan, before, stop, data, ranks, resolved.notes)
             if not before.elsewhere:
                 session.account.record()
                 session.begin_files()
@@ -194,6 +192,7 @@ def _session(
     stop: Callable[[], bool],
     data: Dataset | Data | None,
     ranks: Ranks | None,
+    notes: tuple[str, ...] = (),
 ) -> Session:
     """Return the session of a run, ready for its first step, in a folder that is created.
 
@@ -203,6 +202,7 @@ def _session(
         stop: see :func:`dpmac_cli.release.train.train_plan`.
         data: records of the plan, or data on the device; None to read them.
         ranks: the processes of the run; None for one.
+        notes: messages for the user.
     """
     device = choose_device(plan.settings.device, ranks)
     plan = plan.on(str(device))
@@ -225,9 +225,8 @@ def _session(
         _check_same(task.compared, saved.record.facts)
     trainer = make_trainer(plan, task, keys, ledger, ranks=ranks)
     if saved is not None:
-        state = {name: t for name, t in saved.tensors.items() if not name.startswith(RANGES)}
-        trainer.state.restore(state, dict(saved.record.state))
-        trainer.restore_ranges(saved.tensors)
+        trainer.state.restore(saved.state, dict(saved.record.state))
+        trainer.restore_ranges(saved.ranges)
         trainer.histogram = before.histogram
     ledger.run = where = folder.make_place(plan)
     if ranks is not None:
@@ -241,7 +240,7 @@ def _session(
         ranks=ranks,
         history=[] if saved is None else saved.record.lines,
         seconds=0.0 if saved is None else saved.record.seconds,
-        notes=(*before.notes, *_on_budget(plan, before, ledger), *task.notes, *trainer.notes),
+        notes=(*notes, *_on_budget(plan, before, ledger), *task.notes, *trainer.notes),
     )
 
 
@@ -339,7 +338,7 @@ FIXED = (
 FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 
 
-def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Plan, Inherited]:
+def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Resolved, Inherited]:
     """Return the plan of a run that continues, and what it inherits.
 
     Args:
@@ -377,17 +376,17 @@ def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Plan, Inherited]:
             f"{run} is an audit run, which cannot be resumed: an audit tests one guarantee with "
             "one set of canaries. Start a new run."
         )
-    inherited = Inherited(saved, account, elsewhere, resolved.notes, resolved.data)
+    inherited = Inherited(saved, account, elsewhere)
     if elsewhere:
         _check_elsewhere(run, plan, step)
-        return plan, inherited
+        return resolved, inherited
     if state_of(step, account, plan.event) != "interrupted" and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {plan.event.steps} steps. To train longer: "
             f"{folder.resume_elsewhere_command(run, ['--epochs N'])} "
             f"(N above {step // plan.event.steps_per_epoch})"
         )
-    return plan.placed(run), inherited
+    return replace(resolved, plan=plan.placed(run)), inherited
 
 
 def _with_noise_of(
@@ -484,7 +483,7 @@ def _check_elsewhere(run: Path, plan: Plan, step: int) -> None:
             f"{{out=}}{out} is the run to resume. Leave {{out}} out to resume it there with its "
             "settings, or use a new folder."
         )
-    folder.check_place(plan)
+    folder.check_chosen_folder(plan.settings.out, plan.settings.force)
     if event.steps <= step:
         raise InputError(
             f"{run} has already taken {step} steps, but {event.steps} are requested. Set "

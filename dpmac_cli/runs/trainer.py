@@ -30,7 +30,7 @@ from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.calibration import training_histogram
 from dpmac_cli.training.carried_accounts import attach
-from dpmac_cli.training.chunks import DataSum
+from dpmac_cli.training.data_sum import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.private_scores import PrivateScore, release_score
@@ -120,33 +120,32 @@ class Trainer(Step):
     def ranges(self) -> dict[str, Tensor]:
         """Return the ranges and ranks that were counted, by name; {} if there are none.
 
-        Names begin with :data:`RANGES`. They are computed after noise, and part of every
-        checkpoint.
+        Names are those of the network, and :data:`TARGET`. They are computed after noise, and part
+        of every checkpoint.
         """
         if self.uncounted is not None or self._inputs is None:
             return {}
-        tensors = {f"{RANGES}{name}": t for name, t in self._inputs.state_dict().items()}
+        tensors = dict(self._inputs.state_dict())
         task = self.data.task
         if self.plan.counts_target and isinstance(task, Regression):
-            ends = torch.tensor([task.low, task.high], dtype=torch.float64)
-            tensors[f"{RANGES}{TARGET}"] = ends
+            tensors[TARGET] = torch.tensor([task.low, task.high], dtype=torch.float64)
         return tensors
 
-    def restore_ranges(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore_ranges(self, ranges: Mapping[str, Tensor]) -> None:
         """Take ranges that were counted and paid for before, so that nothing is counted again.
 
         Args:
-            tensors: tensors of a checkpoint. Without ranges among them, nothing happens.
+            ranges: ranges of a checkpoint, as in :attr:`ranges`. With {}, nothing happens.
         """
-        ranges = ranges_in(tensors)
         if self.uncounted is None or not ranges:
             return
         records, _ = self.uncounted
-        target, task = ranges.pop(TARGET, None), records.data.task
+        of_columns, task = dict(ranges), records.data.task
+        target = of_columns.pop(TARGET, None)
         if target is not None and isinstance(task, Regression):
             low, high = target.tolist()
             task = replace(task, low=low, high=high)
-        records.inputs.load_state_dict(ranges)
+        records.inputs.load_state_dict(of_columns)
         self.sums.data = records.prepared(task)
         self.uncounted = None
 
@@ -227,20 +226,8 @@ class Trainer(Step):
         return release_score(result, event, noise.at(step))
 
 
-#: Beginning of the names of ranges in a checkpoint, and the name of that of the target.
-RANGES, TARGET = "ranges.", "target"
-
-
-def ranges_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the ranges among the tensors of a checkpoint, by their names in the network.
-
-    Args:
-        tensors: tensors by name, of which those of ranges begin with :data:`RANGES`.
-
-    Returns:
-        The ranges, and those of the target by :data:`TARGET`. {} if nothing was counted.
-    """
-    return {n.removeprefix(RANGES): t for n, t in tensors.items() if n.startswith(RANGES)}
+#: Name of the range of the target among those of columns.
+TARGET = "target"
 
 
 def make_trainer(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.results import Comparison, collect, finished_report
@@ -54,7 +54,7 @@ def compare(
     study = plan(settings, config, where / RUNS)
     folder.make_folder(where / RUNS)
     failures = dict[Run, str]()
-    with folder.locked(where):
+    with lock.locked(where):
         missing = unfinished(study)
         if missing:
             executor = local.Commands(study.runs, jobs)

@@ -25,7 +25,7 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import INTERRUPTED, DpmacError, InputError, as_flags
 from dpmac_cli.files import data_folder
 from dpmac_cli.libraries import torch
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
@@ -127,7 +127,7 @@ class Awaited:
 
     def ended(self) -> bool:
         """Return whether the other process has ended, or is no longer waited for."""
-        return self._stopped or not folder.in_use(self._run.folder)
+        return self._stopped or not lock.in_use(self._run.folder)
 
     def stop(self) -> None:
         """Wait no longer. The other process goes on."""
@@ -168,7 +168,7 @@ class _Study:
                 yield run, None
             elif isinstance(job, Awaited):
                 self.waiting.appendleft(run)
-            elif failure and folder.in_use(run.folder):  # another process was faster
+            elif failure and lock.in_use(run.folder):  # another process was faster
                 self.jobs[run] = Awaited(run)
             else:
                 yield run, failure
@@ -177,7 +177,7 @@ class _Study:
         """Start runs while there is room for them; yield those that cannot be started, and why."""
         while self.waiting and len(self.jobs) < self.executor.slots:
             run = self.waiting[0]
-            if folder.in_use(run.folder):
+            if lock.in_use(run.folder):
                 self.jobs[self.waiting.popleft()] = Awaited(run)
                 continue
             if not self._is_prepared(run.plan):
@@ -275,7 +275,7 @@ def clear_the_way(run: Run) -> None:
             "that of the study. To train the run again, move the folder away, and add the cost "
             "yourself."
         )
-    with folder.locked(where):
+    with lock.locked(where):
         folder.clear(where)
 
 

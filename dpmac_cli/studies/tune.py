@@ -22,7 +22,7 @@ from dpmac_cli.progress import unheard
 from dpmac_cli.release import run
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import Stop, finish, never, train_plan
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.search import SearchSpace, plan_search, secret_place
@@ -215,7 +215,7 @@ def _secret_folder(place: Path) -> Iterator[Path]:
     """
     folder.make_folder(place)
     place.chmod(files.PRIVATE_FOLDER)
-    with folder.locked(place):
+    with lock.locked(place):
         folder.remove(place / TRIAL)
         try:
             yield place

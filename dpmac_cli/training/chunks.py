@@ -12,9 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmac_cli.config.class_weights import class_weights
-from dpmac_cli.config.defaults import physical_batch
-from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
     TRIED,
@@ -27,7 +24,6 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
-    PUBLIC,
     Structure,
     map_rows,
     samples_in,
@@ -43,16 +39,14 @@ from dpmac_cli.dp.clipping.layers import (
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.order_of_sums import BLOCK, shares_of
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
+from dpmac_cli.dp.losses import Loss, returned
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.dp.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError, ModelError, RunError
-from dpmac_cli.models.dataset import Data
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices, RandomPlaces
-from dpmac_cli.training.augmentation import views_of
 from dpmac_cli.training.recorded_sum import RecordedChunkSum
 
 #: Note for a network whose records have random places.
@@ -78,7 +72,7 @@ class ChunkedSum(ABC):
     """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
     A subclass says where records are read: :class:`BatchSum` from the batches of a program,
-    :class:`DataSum` from a dataset. The network is validated and its parameters are moved when an
+    :class:`.DataSum` from a dataset. The network is validated and its parameters are moved when an
     instance is made; :meth:`of` then computes the sum of a step.
 
     Args:
@@ -136,8 +130,10 @@ class ChunkedSum(ABC):
         )
         self.chunk = min(first_chunk(physical_batch, batch), self.per_sample.most)
         trained = self.per_sample.layers
-        self._parameters = [p for layer in trained for p in layer.parameters.values()]
-        self.trained = {id(parameter) for parameter in self._parameters}
+        self._parameters = list[nn.Parameter]()
+        for layer in trained:
+            self._parameters.extend(layer.parameters.values())
+        self.trained = set(map(id, self._parameters))
         self.theta, self.skipped = flatten_parameters(trained), skipped_by(trained)
         self.size = sum(layer.size for layer in trained)
         self._check_dtype()
@@ -421,89 +417,6 @@ class BatchSum(ChunkedSum):
 
     def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Any, Any]:
         return map_rows(itemgetter(part), self._batch), NOTHING
-
-
-class DataSum(ChunkedSum):
-    """Sum over the training records of a dataset, or the records of its units.
-
-    Args:
-        model: the network.
-        data: records on the device of the network.
-        plan: settings of the steps.
-        batch: expected number B of records or units in a step.
-        layers: random draws of layers, augmented views and the records of units; None if there are
-            none of these.
-        places: random places of records.
-        loss: loss per sample; None for that of the settings.
-        weigh: weights of records; None for those of the settings, if the loss is theirs too.
-
-    Attributes:
-        data: the records, which may be replaced before the first step.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Data,
-        plan: Plan,
-        batch: float,
-        layers: LayerDraws | None,
-        places: RandomPlaces,
-        loss: Loss | None = None,
-        weigh: Weigh | None = None,
-    ) -> None:
-        self.data, self._plan = data, plan
-        inputs, settings, device = plan.inputs, plan.settings, data.gain.device
-        rowwise = loss is None and weigh is None
-        if loss is None:
-            loss = build_loss(settings.loss, settings.label_smoothing)
-            weigh = weigh or build_weights(settings.loss, class_weights(settings), device)
-        several = (inputs,) if inputs > 1 else ()
-        images, labels = data.train.images.shape[1:], data.train.labels
-        inputs_of = Structure(data.gain.new_zeros((1, *several, *images)))
-        if data.example is not None:
-            rows = data.example.to(data.gain).view(-1, *several and (1,), *images)
-            inputs_of = Structure(rows.expand(-1, *several, *images), numbers=(PUBLIC,))
-        super().__init__(
-            model,
-            inputs_of,
-            Structure(labels.new_zeros((1, *several, *labels.shape[1:])), keep=True),
-            layers,
-            places,
-            loss=loss,
-            views=inputs,
-            physical_batch=physical_batch(settings, plan.facts, device.type),
-            batch=batch,
-            private=plan.private,
-            rowwise=rowwise,
-            weigh=weigh,
-        )
-
-    def _read(self, drawn: Indices, part: slice | Indices, step: int) -> tuple[Tensor, Tensor]:
-        """Return the records of units, and their augmented views, standardised, with labels."""
-        plan, settings, rows = self._plan, self._plan.settings, self._rows(drawn[part], step)
-        images, labels = self.data.train.at(rows)
-        if settings.augment is not None:
-            words = self._words(drawn[part], step, plan.inputs).reshape(len(rows), -1)
-            images = views_of(images, words, settings.augment)
-            labels = labels.repeat_interleave(settings.augmentations or 1, 0)
-        inputs, samples = self.data.standardised(images), len(drawn[part])
-        if plan.inputs > 1:
-            inputs, labels = (t.view(samples, -1, *t.shape[1:]) for t in (inputs, labels))
-        return inputs, labels
-
-    def _rows(self, drawn: Indices, step: int) -> Indices:
-        """Return the records of the drawn units, shape (units * K,)."""
-        units = self.data.train.units
-        if units is None:
-            return drawn
-        plan = self._plan
-        *_, words = self._words(drawn, step, plan.inputs + 1).T  # the others are for augmentation
-        return units.records(drawn, words, plan.records_in_a_step).reshape(-1)
-
-    def _words(self, drawn: Indices, step: int, count: int) -> NDArray[np.uint64]:
-        assert self._layers is not None, "views and records of units are drawn"  # noqa: S101
-        return self._layers.words(step, drawn, count)
 
 
 def first_chunk(physical_batch: int, batch: float) -> int:

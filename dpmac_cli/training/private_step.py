@@ -1,9 +1,8 @@
-"""Private steps on the batches of a program: :class:`PrivateStep`, and what it has in common with
-:func:`~dpmac_cli.release.private.make_private`.
-"""
+"""Private steps on the batches of a program: :class:`PrivateStep`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,16 +12,8 @@ from torch.utils.data import default_collate
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.part import Part
 from dpmac_cli.accounting.places import places_of
-from dpmac_cli.config import checks
-from dpmac_cli.config.datasets import Defaults
 from dpmac_cli.config.defaults import physical_batch
-from dpmac_cli.config.facts import DataFacts
-from dpmac_cli.config.flags import unknown
 from dpmac_cli.config.plan import Plan
-from dpmac_cli.config.planning import plan as plan_run
-from dpmac_cli.config.records import Numbers
-from dpmac_cli.config.settings import NO_CALIBRATION, RENAMED
-from dpmac_cli.config.sources import given_settings
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
     Batch,
@@ -36,8 +27,6 @@ from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import (
     BudgetError,
     InputError,
-    ModelError,
-    raise_errors,
 )
 from dpmac_cli.models.build import without_batch_norm
 from dpmac_cli.models.modes import notes_on_modes
@@ -50,7 +39,6 @@ from dpmac_cli.models.trial_samples import (
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import BatchSampling
-from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.carried_accounts import (
     ACCOUNT,
     attach,
@@ -75,31 +63,8 @@ from dpmac_cli.training.reading import (
 )
 from dpmac_cli.training.saved_state import check_counts, check_state, with_lost
 from dpmac_cli.training.step import Step, mechanism_of
+from dpmac_cli.training.step_plan import check_account, check_arguments, plan_of_step
 from dpmac_cli.training.torch_datasets import check_copies
-
-#: Settings of docs/configuration.md that a step has.
-SETTINGS_OF_STEP = (
-    *(
-        "fix_norm",
-        "isolate",
-        "epochs",
-        "steps",
-        "sigma",
-        "epsilon",
-        "max_epsilon",
-        "delta",
-        "secure",
-    ),
-    *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
-    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
-)
-#: Message for a seed in a program.
-NO_SEED = (
-    "seed: a program has none, because it may create two trainings, or load a state twice, and "
-    "with the same seed both would add the same noise to two sums, whose difference has none. "
-    "Leave it out: every training draws secret keys of its own. For the initial weights of your "
-    "network use torch.manual_seed(0); to repeat a whole run, use dpmac train --seed 0."
-)
 
 
 class PrivateStep(PrivateProgram):
@@ -164,7 +129,7 @@ class PrivateStep(PrivateProgram):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        _check_arguments(model, loss, sampling, account, keywords)
+        check_arguments(model, loss, sampling, account, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
         self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
         self._shared = account
@@ -173,25 +138,13 @@ class PrivateStep(PrivateProgram):
             earlier = tuple(each for each in earlier if each.number != account.number)
             keywords.setdefault("delta", account.delta)
         check_composable(earlier)
-        named = {
-            "model": f"{type(model).__module__}:{type(model).__qualname__}",
-            "batch_size": sampling.batch_size,
-            "sampler": sampling.sampler,
-            "calibration": NO_CALIBRATION,
-        }
-        settings: dict[str, Any] = {**keywords, **named}
         counted = earlier if account is None else (*earlier, account)
-        before = tuple(event for each in counted for event in each.own)
-        completed = given_settings(settings)
-        if completed.fix_norm:
+        before = chain.from_iterable(each.own for each in counted)
+        plan, notes = plan_of_step(model, sampling, tuple(before), keywords)
+        if plan.settings.fix_norm:
             self._model = without_batch_norm(model)
-        facts = _facts_of_batches(sampling, completed.model)
-        plan = plan_run(completed, facts, earlier=before)
-        notes = checks.notes(plan, completed.explicit)
-        # Nothing is scored or published.
-        plan = replace(plan, settings=plan.settings.replace(ema=None))
         if account is not None:
-            _check_account(account, plan)
+            check_account(account, plan)
         self._begin(plan, earlier, notes, shared=account)
         self._drawn: Drawn | None = None
         self._loaders = 0  # number of calls of loader
@@ -437,57 +390,6 @@ class PrivateStep(PrivateProgram):
         return self._step
 
 
-#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
-BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
-
-
-def _facts_of_batches(sampling: BatchSampling, model: str) -> DataFacts:
-    """Return facts of records that a program supplies, of which their number alone matters."""
-    defaults = Defaults(model, sampling.batch_size, physical_batch=RECORDS_AT_A_TIME)
-    return DataFacts(
-        name=BATCHES,
-        typed=BATCHES,
-        train_size=sampling.n,
-        test_size=0,
-        records=Numbers(shape=(1,), low=(-1.0,), high=(1.0,)),
-        task=Classification(("0", "1")),  # no setting of a step depends on it
-        defaults=defaults,
-        about="",
-    )
-
-
-def _check_arguments(
-    model: object, loss: object, sampling: object, account: object, keywords: Mapping[str, Any]
-) -> None:
-    """Raise InputError with every argument that cannot be used; ModelError without a network."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
-            "instance, such as torch.nn.Linear(64, 10)."
-        )
-    errors = []
-    if not callable(loss):
-        errors.append(
-            f"loss must be a function loss(model, batch) that returns one loss per record, not a "
-            f"{type(loss).__name__}."
-        )
-    if not isinstance(sampling, BatchSampling):
-        errors.append(
-            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256) "
-            f"or RandomAllocation(...), not {sampling!r}."
-        )
-    if not isinstance(account, Account | None):
-        errors.append(
-            f"account must come from Account.create(...) or Account.open(...), not {account!r}."
-        )
-    if keywords.get("seed") is not None:
-        errors.append(NO_SEED)
-    for name in keywords:
-        if name not in (*SETTINGS_OF_STEP, "seed"):
-            errors.append(unknown(name, SETTINGS_OF_STEP, RENAMED))
-    raise_errors(errors)
-
-
 def _checked_example(example: Batch, device: torch.device) -> Batch:
     """Return a public example batch on the device. Raises InputError."""
     check_rows(example, None)
@@ -502,19 +404,4 @@ def _check_size(size: int, sampling: BatchSampling) -> None:
         raise InputError(
             f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
             f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
-        )
-
-
-def _check_account(account: Account, plan: Plan) -> None:
-    """Raise InputError if the events of a plan cannot be added to an account."""
-    if account.unit != plan.account_unit:
-        raise InputError(
-            f"The account protects one {account.unit[0]}, and this training one "
-            f"{plan.account_unit[0]}: costs of different units cannot be added. Use the same unit, "
-            "or an account of its own for other records."
-        )
-    if account.delta != plan.settings.delta:
-        raise InputError(
-            f"{{delta=}}{plan.settings.delta:g} is not that of the account, {account.delta:g}. "
-            "Leave it out."
         )

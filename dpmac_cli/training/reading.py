@@ -38,7 +38,8 @@ from dpmac_cli.models.digest import digest
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
 from dpmac_cli.randomness.sampling import Indices
-from dpmac_cli.training.rows import Fault, Form, Stored, as_row, joined, shapes_differ, stored_in
+from dpmac_cli.training.rows import Fault, Form, as_row, joined, shapes_differ
+from dpmac_cli.training.stored_rows import Stored, stored_in
 from dpmac_cli.training.torch_datasets import check_copies
 
 #: Records whose contents identify a dataset, evenly spaced.
@@ -168,8 +169,8 @@ class Reader:
                 break
             if batch is not None:
                 return batch
-        rows = (self._records.seeded_row(step, number) for number in numbers.tolist())
-        return joined(self._structure, rows)
+        read_alone = partial(self._records.seeded_row, step)
+        return joined(self._structure, map(read_alone, numbers.tolist()))
 
     def _indexed(self, stored: "Stored", numbers: Indices) -> Batch:
         _, spec = tree_flatten(self._structure.template)
@@ -301,10 +302,12 @@ def check_reread(records: OneByOne, numbers: list[int]) -> None:
     Raises:
         InputError: one differs, with generators seeded alike.
     """
-    first = [_sum_of(records.seeded_row(BEFORE, number)) for number in numbers]
-    again = [_sum_of(records.seeded_row(BEFORE, number)) for number in reversed(numbers)]
-    if first != again[::-1]:
-        raise InputError(REREAD)
+    first = dict[int, str]()
+    for number in numbers:
+        first[number] = _sum_of(records.seeded_row(BEFORE, number))
+    for number in reversed(numbers):
+        if _sum_of(records.seeded_row(BEFORE, number)) != first[number]:
+            raise InputError(REREAD)
 
 
 def overwritten(records: OneByOne) -> bool:
@@ -353,8 +356,10 @@ def _same(batch: Batch | Fault, row: Batch) -> bool:
 
 def _sum_of(row: Batch) -> str:
     """Return the SHA-256 of a record."""
-    parts = parts_by_name(row)
-    tensors = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
+    parts, tensors = parts_by_name(row), dict[str, Tensor]()
+    for name, part in parts.items():
+        if isinstance(part, Tensor):
+            tensors[name] = part.cpu()
     return digest(tensors, {"parts": list(parts)})
 
 

@@ -1,4 +1,4 @@
-"""Batches of records: stored rows that are indexed, records that are stacked, rows that are joined.
+"""Batches of records that are read: records that are stacked, and rows that are joined.
 
 In each way, a record's row depends on that record alone, and has the shape and type of the others.
 """
@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
-from dpmac_cli.randomness.sampling import Indices
 
 #: Types whose numbers Python represents exactly.
 EXACT = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
@@ -31,108 +29,6 @@ class Fault(NamedTuple):
     """
 
     why: str
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Records that are rows of tensors or arrays, which can be indexed instead of read one by one.
-
-    Attributes:
-        tables: tensors or arrays of equal length, as in a ``TensorDataset``; several tables for
-            a ``ConcatDataset``.
-        table: table of each record, shape (records,).
-        row: row of each record in it, shape (records,).
-    """
-
-    tables: tuple[tuple[Any, ...], ...]
-    table: NDArray[np.int64]
-    row: NDArray[np.int64]
-
-    @staticmethod
-    def of(columns: Sequence[Any]) -> "Stored":
-        """Return the records of one table.
-
-        Args:
-            columns: tensors or arrays of equal length, at least one, of which a record has a row
-                each.
-        """
-        size = len(columns[0])
-        return Stored((tuple(columns),), np.zeros(size, np.int64), np.arange(size))
-
-    def at(self, numbers: Indices) -> list[Tensor]:
-        """Return copies of the rows of some records, one tensor per column, in their order.
-
-        Args:
-            numbers: indices of the records, shape (records,). One may be there several times.
-        """
-        table, row = self.table[numbers], self.row[numbers]
-        if len(self.tables) == 1:
-            return [_rows_of(column, row) for column in self.tables[0]]
-        parts = [
-            [_rows_of(column, row[table == t]) for column in columns]
-            for t, columns in enumerate(self.tables)
-        ]
-        order = torch.from_numpy(np.argsort(np.argsort(table, kind="stable"), kind="stable"))
-        return [torch.cat(column)[order] for column in zip(*parts, strict=True)]
-
-
-def _rows_of(column: Any, rows: Indices) -> Tensor:
-    """Return copies of some rows of a tensor or an array."""
-    if isinstance(column, Tensor):
-        return column.detach()[torch.from_numpy(rows)]
-    return torch.from_numpy(column[rows])
-
-
-def stored_in(dataset: Any) -> Stored | None:
-    """Return the rows of a ``TensorDataset``, a tensor or an array, or None for another dataset.
-
-    Any nesting of ``Subset`` and ``ConcatDataset`` is followed. A subclass may read its records in
-    another way, so it is another dataset.
-
-    Args:
-        dataset: map-style dataset, of which nothing is read.
-
-    >>> stored_in(Subset(TensorDataset(torch.arange(4)), [3, 0])).at(np.array([0, 1]))
-    [tensor([3, 0])]
-    """
-    kind = type(dataset)
-    if kind is Subset:
-        return _chosen(stored_in(dataset.dataset), np.asarray(dataset.indices))
-    if kind is ConcatDataset:
-        return _concatenated(list(map(stored_in, dataset.datasets)))
-    columns = dataset.tensors if kind is TensorDataset else (dataset,)
-    return Stored.of(columns) if all(map(_has_rows, columns)) else None
-
-
-def _has_rows(column: Any) -> bool:
-    """Return whether a column is a tensor or an array that can be indexed by row."""
-    if type(column) not in (Tensor, np.ndarray) or column.ndim == 0:
-        return False
-    return not isinstance(column, Tensor) or column.layout is torch.strided
-
-
-def _chosen(whole: Stored | None, indices: NDArray[Any]) -> Stored | None:
-    """Return some records of a dataset, or None if there are no such records."""
-    if whole is None or indices.dtype.kind != "i" or indices.ndim != 1:
-        return None
-    try:
-        return Stored(whole.tables, whole.table[indices], whole.row[indices])
-    except IndexError:
-        return None
-
-
-def _concatenated(datasets: list[Stored | None]) -> Stored | None:
-    """Return the records of several datasets, or None if their rows differ in shape or type."""
-    parts = [part for part in datasets if part is not None]
-    if len(parts) < len(datasets):
-        return None
-    tables = tuple(table for part in parts for table in part.tables)
-    rows = {tuple((type(c), c.dtype, c.shape[1:]) for c in columns) for columns in tables}
-    if len(rows) > 1:
-        return None
-    before = np.cumsum([0, *[len(part.tables) for part in parts]])
-    table = [part.table + first for part, first in zip(parts, before, strict=False)]
-    return Stored(tables, np.concatenate(table), np.concatenate([part.row for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -176,10 +72,9 @@ class Form:
         """
         names = parts_by_name(self.structure.template)
         _, spec = tree_flatten(self.structure.template)
-        columns = [
-            column_of(name, like, kind, count)
-            for (name, like), kind in zip(names.items(), self.kinds, strict=True)
-        ]
+        columns = list[Column]()
+        for (name, like), kind in zip(names.items(), self.kinds, strict=True):
+            columns.append(column_of(name, like, kind, count))
         puts, parted = [column.put for column in columns], self._parted
         with torch.no_grad():
             for place, record in enumerate(records):
@@ -266,18 +161,22 @@ def _parts_of(record: Any, nesting: Any) -> Sequence[Any] | None:
     """Return the parts of a record, or None if it is not nested in the same way."""
     if nesting is None:
         return (record,)
-    if type(record) is not type(nesting) or not isinstance(record, dict | list | tuple):
+    is_nested = type(record) is type(nesting) and isinstance(record, dict | list | tuple)
+    if not is_nested or len(record) != len(nesting):
         return None
     if isinstance(record, dict):
         if record.keys() != nesting.keys():
             return None
         record, nesting = [record[name] for name in nesting], list(nesting.values())
-    if len(record) != len(nesting):
-        return None
     if not any(nesting):  # None for each, so there is nothing inside
         return list(record)
-    inside = list(map(_parts_of, record, nesting))
-    return None if None in inside else [part for parts in inside for part in parts or ()]
+    parts = list[Any]()
+    for part, nesting_of_part in zip(record, nesting, strict=True):
+        inside = _parts_of(part, nesting_of_part)
+        if inside is None:
+            return None
+        parts.extend(inside)
+    return parts
 
 
 def _is_stackable(part: Any) -> bool:

@@ -29,7 +29,7 @@ from dpmac_cli.cli.console import TimeLeft
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.plots import COLOURS
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs.folder import locked
+from dpmac_cli.runs.lock import locked
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Job, Look, carry_out, reason
 from tests.cli.test_faults import file_size_limit, unprivileged
