@@ -1,6 +1,7 @@
 """Privacy events: mechanisms that a training run applied to its records, and batch sampling."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -261,7 +262,11 @@ def merged(
         kind = replace(event, steps=0, steps_per_epoch=event.steps_per_epoch if once else 1)
         of_epochs = kind.steps_per_epoch if counted == "compositions" else 1
         counts[kind] = counts.get(kind, 0) + getattr(event, counted) * of_epochs
-    return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)
+    events_of_kinds = list[TrainingEvent]()
+    for kind, count in counts.items():
+        if count:
+            events_of_kinds.append(replace(kind, steps=count))
+    return tuple(events_of_kinds)
 
 
 def without(
@@ -290,5 +295,9 @@ def covers(more: Iterable[TrainingEvent], fewer: Iterable[TrainingEvent]) -> boo
     >>> covers([TrainingEvent(0.1, 1.0, 5)], [TrainingEvent(0.1, 1.0, 2)])
     True
     """
-    counts = {replace(event, steps=0): event.steps for event in merged(more)}
-    return all(event.steps <= counts.get(replace(event, steps=0), 0) for event in merged(fewer))
+    return _steps_by_mechanism(fewer) <= _steps_by_mechanism(more)
+
+
+def _steps_by_mechanism(events: Iterable[TrainingEvent]) -> Counter[TrainingEvent]:
+    """Return the number of steps of each mechanism, which is an event without steps."""
+    return Counter({replace(event, steps=0): event.steps for event in merged(events)})

@@ -53,6 +53,11 @@ class Split:
         """Return the number of units of privacy, that of records if each record is one."""
         return len(self if self.units is None else self.units)
 
+    @property
+    def owners(self) -> NDArray[np.int64] | None:
+        """Return the index of each record's unit, shape (records,); None if each record is one."""
+        return None if self.units is None else self.units.owners
+
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return some records and their labels, on the device; those in a file are read from it.
 

@@ -90,7 +90,10 @@ def environment() -> dict[str, Any]:
         "numpy", "processor" (a list of lines), "instructions", "threads", "build of torch",
         "settings of torch" and "environment variables" (both by name).
     """
-    names = sorted(name for name in os.environ if name.startswith(KERNEL_VARIABLES))
+    variables = dict[str, str]()
+    for name in sorted(os.environ):
+        if name.startswith(KERNEL_VARIABLES) and name not in UNRELATED:
+            variables[name] = os.environ[name]
     return {
         "dpmac": __version__,
         "torch": torch.__version__,
@@ -100,7 +103,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "build of torch": torch.__config__.show().strip(),
         "settings of torch": Arithmetic.now().switches,
-        "environment variables": {n: os.environ[n] for n in names if n not in UNRELATED},
+        "environment variables": variables,
     }
 
 
@@ -115,7 +118,9 @@ def facts() -> dict[str, Any]:
         done so that no record's result is rounded by the others, or None if nothing needs to be
         done.
     """
-    device = choose_device("auto")
+    device, fallbacks = choose_device("auto"), dict[str, str | None]()
+    for dtype in (torch.float32, torch.float64):
+        fallbacks[str(dtype).removeprefix("torch.")] = _fallback(dtype, device)
     return {
         **environment(),
         "python": platform.python_version(),
@@ -123,10 +128,7 @@ def facts() -> dict[str, Any]:
         "device": device_name(device),
         "data": str(data_folder(None)),
         "cache": str(cache_folder()),
-        "fallbacks": {
-            str(dtype).removeprefix("torch."): _fallback(dtype, device)
-            for dtype in (torch.float32, torch.float64)
-        },
+        "fallbacks": fallbacks,
     }
 
 

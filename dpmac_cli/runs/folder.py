@@ -83,9 +83,13 @@ def seal(where: Path, names: Iterable[str] = SEALED) -> None:
     Raises:
         OSError: a file cannot be read, or the checksums not written.
     """
-    there = [name for name in names if (where / name).exists()]
-    text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
-    write_atomically(where / SUMS, text.encode())
+    lines = list[str]()
+    for name in names:
+        if (where / name).exists():
+            with (where / name).open("rb") as file:
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            lines.append(f"{checksum}  {name}\n")
+    write_atomically(where / SUMS, "".join(lines).encode())
 
 
 def is_published(run: Path) -> bool:
@@ -113,12 +117,6 @@ def unpublish(run: Path) -> None:
     """
     for name in (SUMS, REPORT, CARD, AUDIT, ADAPTER, ADAPTER_CONFIG):
         (run / name).unlink(missing_ok=True)
-
-
-def _sum(file: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
@@ -221,12 +219,6 @@ def partial_files(run: Path) -> list[Path]:
     return [*_named(run / CHECKPOINTS, saved), *_named(run, public)]
 
 
-def _unlink_folder(run: Path) -> None:
-    """Remove the folder of checkpoints where it is a link, and nothing that is behind it."""
-    if (run / CHECKPOINTS).is_symlink():
-        (run / CHECKPOINTS).unlink()
-
-
 def remove_state(run: Path) -> None:
     """Remove the checkpoint of an older run, but not its ledger; a missing one is no error.
 
@@ -238,8 +230,10 @@ def remove_state(run: Path) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    _unlink_folder(run)
-    (run / CHECKPOINTS / STATE).unlink(missing_ok=True)
+    private = run / CHECKPOINTS
+    if private.is_symlink():
+        private.unlink()
+    (private / STATE).unlink(missing_ok=True)
 
 
 def clear(run: Path, *, keep_ledger: bool = False) -> None:
@@ -257,7 +251,7 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
     Raises:
         OSError: a file cannot be removed.
     """
-    _unlink_folder(run)
+    remove_state(run)
     private = run / CHECKPOINTS
     for path in _ours(run):
         if path != private / LEDGER:
@@ -413,8 +407,12 @@ def settings(run: Path) -> dict[str, Any]:
     Raises:
         BROKEN: one of :data:`BROKEN`: the file is missing or damaged.
     """
-    named = {str(flag).replace("-", "_"): value for flag, value in config(run).items()}
-    return {name: value for name, value in named.items() if name in SETTINGS}
+    named = dict[str, Any]()
+    for flag, value in config(run).items():
+        name = str(flag).replace("-", "_")
+        if name in SETTINGS:
+            named[name] = value
+    return named
 
 
 def check_run_folder(run: Path) -> None:

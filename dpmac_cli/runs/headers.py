@@ -75,7 +75,7 @@ class Spent(Part):
     def _check(self) -> Self:
         if not self.base <= self.begun <= self.base + self.event.steps:
             raise ValueError("begun is not a step of the current part")
-        if len({bool(event.noise_multiplier) for event in (*self.earlier, self.event)}) > 1:
+        if len({event.noisy for event in (*self.earlier, self.event)}) > 1:
             raise ValueError("some parts have noise and others none")
         return self
 
@@ -165,13 +165,3 @@ class Record(Part):
     def lines(self) -> list[dict[str, Any]]:
         """Return the history as JSON values, with the keys that each line was written with."""
         return [line.model_dump(mode="json", exclude_unset=True) for line in self.history]
-
-
-class Versioned(Part):
-    """Header of a checkpoint of any version, of which nothing else is read.
-
-    Attributes:
-        version: format of the checkpoint, see :data:`.checkpoint.VERSION`.
-    """
-
-    version: int

@@ -271,8 +271,10 @@ def _head_to_name(plan: Plan, model: nn.Module) -> nn.Linear | None:
     signal = plan.event.signal(plan.settings.batch_size / plan.facts.task.outputs)
     if plan.model != BuiltIn("linear") or signal >= SIGNAL:
         return None
-    linear = [part for part in model.get_submodule("head").modules() if type(part) is nn.Linear]
-    return linear[0]
+    for part in model.get_submodule("head").modules():
+        if type(part) is nn.Linear:
+            return part
+    return None
 
 
 def _build(plan: Plan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:

@@ -116,11 +116,11 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     """
     recorded, places = ({}, {}) if file is None else read_yaml(file)
     above = {name: value for name, value in values.items() if is_given(value)}
-    below = {
-        name: value
-        for name, value in recorded.items()
-        if name not in above and (name == "dataset" or GROUPS.get(name) == DATA)
-    }
+    below = dict[str, Any]()
+    for name, value in recorded.items():
+        of_data = name == "dataset" or GROUPS.get(name) == DATA
+        if of_data and name not in above:
+            below[name] = value
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "

@@ -424,11 +424,11 @@ def _check_changes(run: Path, before: Mapping[str, Any], changes: Mapping[str, A
                 f"a file refers to. If you trust it: {folder.resume_command(run)}"
             )
         moved.add("model")
-    others = [n for n in changes if n not in moved and str(changes[n]) != str(before.get(n))]
-    if changes.get("out") is None:
-        refused = [n for n in others if n not in FREE]
-    else:
-        refused = [n for n in others if n in FIXED]
+    refused = list[str]()
+    for name, value in changes.items():
+        is_fixed = name not in FREE if changes.get("out") is None else name in FIXED
+        if is_fixed and name not in moved and str(value) != str(before.get(name)):
+            refused.append(name)
     if not refused:
         return
     remedy = "Start a new run to change it."

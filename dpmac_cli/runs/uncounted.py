@@ -1,7 +1,8 @@
 """Records of a table before their first step: ranges that are not declared follow from counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -75,14 +76,13 @@ class Uncounted:
             begin: called with each event before records are read for it. What it raises ends the
                 count.
         """
-        split, task, events = self.data.train, self.data.task, [*self.plan.ranges]
-        owners = None if split.units is None else split.units.owners
+        split, task, events = self.data.train, self.data.task, iter(self.plan.ranges)
 
         def distributions_of(values: Floats) -> tuple[Distribution, ...]:
             if not self.plan.private:
                 return exact_distributions(values)
-            rounds = [events.pop(0) for _ in range(ROUNDS)]
-            return distributions(values, rounds, noise, begin, owners, split.size)
+            rounds = list(islice(events, ROUNDS))
+            return distributions(values, rounds, noise, begin, split.owners, split.size)
 
         if self.inputs.counted:
             numbers = self.inputs.values(self.data.standardised(split.images))
@@ -108,7 +108,7 @@ class Uncounted:
         self,
         task: Regression,
         targets: Floats,
-        events: Sequence[TrainingEvent],
+        events: Iterable[TrainingEvent],
         noise: SeededNormals,
         begin: Callable[[TrainingEvent], None],
     ) -> Task:
@@ -122,11 +122,10 @@ class Uncounted:
         """
         split = self.data.train
         low, high = task.ends
-        owners = None if split.units is None else split.units.owners
         if self.plan.private:
             [event] = events
             mean, spread = target_moments(
-                targets, low, high, event, noise, begin, owners, split.size
+                targets, low, high, event, noise, begin, split.owners, split.size
             )
         else:
             mean, spread = float(targets.mean()), float(targets.std())

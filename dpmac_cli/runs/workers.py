@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,11 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
         "device": device_name(trainer.state.theta.device),
         **environment(),
     }
-    sums = [int(sha256(str(value).encode()).hexdigest()[:15], 16) for value in compared.values()]
-    same = ranks.alike(torch.tensor(sums)).tolist()
-    others = [name for name, alike in zip(compared, same, strict=True) if not alike]
+    sums = list[int]()
+    for value in compared.values():
+        sums.append(int(sha256(str(value).encode()).hexdigest()[:15], 16))
+    differs = ~ranks.alike(torch.tensor(sums))
+    others = list(compress(compared, differs.tolist()))
     if others:
         raise InputError(
             f"The processes of this run do not have the same {listed(others)}, so a record "
@@ -126,10 +129,12 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
 
 def _records(plan: Plan, data: Data) -> str:
     """Return the SHA-256 of records or features, their units, and what is declared of them."""
-    facts, units = plan.facts, [split.units for split in data.splits]
+    facts, units = plan.facts, list[str | None]()
+    for split in data.splits:
+        units.append(None if split.units is None else split.units.sha256())
     record = {
         "records": fingerprint(*data.splits),
-        "units": [None if each is None else each.sha256() for each in units],
+        "units": units,
         "declared": [facts.task.facts, facts.records.model_dump()],
     }
     return digest({}, record)

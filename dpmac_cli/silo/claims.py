@@ -1,6 +1,6 @@
 """Claims of silos, and what those of a federation mean together. Imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -75,11 +75,10 @@ class Federation:
 
         It names every silo's epsilon, and what is not covered.
         """
-        costs = [
-            f"silo {number}: epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}, for "
-            f"one {claim.unit}"
-            for number, (claim, _) in enumerate(self.silos, 1)
-        ]
+        costs = list[str]()
+        for number, (claim, _) in enumerate(self.silos, 1):
+            cost = f"epsilon {format_epsilon(claim.epsilon)}, delta {claim.delta:g}"
+            costs.append(f"silo {number}: {cost}, for one {claim.unit}")
         return (
             "Each silo's records are protected by that silo's own noise, whoever runs the server. "
             "What a silo sent in all rounds is seen by the server and, averaged, by every other "
@@ -144,14 +143,22 @@ def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = 
             known.append(claim)
     if not by_silo:
         raise InputError("A federation has at least one claim of a silo.")
-    raise_errors(
-        f"The claims of silo {name} do not belong to one account: each round begins more steps."
-        for name, rounds in by_silo.items()
-        if any(later.begun < earlier.begun + later.steps for earlier, later in pairwise(rounds))
-    )
-    silos = []
+    errors = list[str]()
+    for name, rounds in by_silo.items():
+        if not _is_one_account(rounds):
+            errors.append(
+                f"The claims of silo {name} do not belong to one account: each round begins more "
+                "steps."
+            )
+    raise_errors(errors)
+    silos = list[tuple[Claim, int]]()
     for rounds in by_silo.values():
         last = rounds[-1]
         lost = last.begun // last.steps - len(rounds)
         silos.append((last, lost))
     return Federation(tuple(silos), server, aggregation)
+
+
+def _is_one_account(rounds: Sequence[Claim]) -> bool:
+    """Return whether the steps of a silo rise by those of a round, from each claim to the next."""
+    return all(later.begun >= earlier.begun + later.steps for earlier, later in pairwise(rounds))

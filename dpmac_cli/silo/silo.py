@@ -157,9 +157,11 @@ class Silo:
         self._options = {**settings, "example": self._records.example}
         if weigh is not None:
             self._options["weights"] = lambda batch: weigh(batch["record"])
-        plain = {name: v for name, v in settings.items() if isinstance(v, str | int | float)}
-        self._settings: dict[str, Any] = {
-            **plain,
+        self._settings = dict[str, Any]()
+        for name, value in settings.items():
+            if isinstance(value, str | int | float):
+                self._settings[name] = value
+        self._settings |= {
             "n": sampling.n,
             "batch_size": sampling.batch_size,
             "sampler": sampling.sampler,
@@ -349,8 +351,10 @@ class Silo:
         state = step.state_dict()
         facts = {name: state[name] for name in ("numbers", "trainings", "lr")}
         facts["claim"] = asdict(reply.claim)
-        tensors = {f"{OF_STATE}{name}": tensor for name, tensor in state["tensors"].items()}
-        tensors |= {f"{OF_REPLY}{name}": tensor for name, tensor in reply.weights.items()}
+        tensors = dict[str, Tensor]()
+        for prefix, part in ((OF_STATE, state["tensors"]), (OF_REPLY, reply.weights)):
+            for name, tensor in part.items():
+                tensors[f"{prefix}{name}"] = tensor
         content = save(tensors, {"facts": json.dumps(facts)})
         files.write_atomically(self.folder / ANSWERED, content, files.PRIVATE_MODE)
 
@@ -360,8 +364,10 @@ class Silo:
         ``part`` is the beginning of their names: :data:`OF_STATE` or :data:`OF_REPLY`.
         """
         with safe_open(self.folder / ANSWERED, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(part)]  # noqa: SIM118
-            tensors = {name.removeprefix(part): file.get_tensor(name) for name in names}
+            tensors = dict[str, Tensor]()
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith(part):
+                    tensors[name.removeprefix(part)] = file.get_tensor(name)
             return tensors, json.loads(file.metadata()["facts"])
 
     def _again(self, sent: str) -> Reply:

@@ -41,8 +41,7 @@ def training_histogram(
         labels = split.labels[some].cpu().numpy()
         cells.append(task.cells(on_cpu(logits).numpy(), labels))
     of_records = np.concatenate(cells)[:, None]  # (records, 1)
-    owners = None if split.units is None else split.units.owners
-    return NoisyHistogram.release(of_records, (task.cell_count,), event, noise, owners)
+    return NoisyHistogram.release(of_records, (task.cell_count,), event, noise, split.owners)
 
 
 def drawn_from(split: Split, rate: float, key: bytes) -> Split:

@@ -105,6 +105,16 @@ def accounts_of(parts: Iterable[dict[str, Any]]) -> tuple[Account, ...]:
     return tuple(longest.values())
 
 
+def steps_of(accounts: Iterable[Account], series: str) -> int:
+    """Return the number of steps of a training that have begun, in all of its parts.
+
+    Args:
+        accounts: accounts, of which those of other trainings are left out.
+        series: random number of the training, as in :class:`.Account`.
+    """
+    return sum(each.done.steps for each in accounts if each.series == series)
+
+
 def check_counted(account: Account, now: Iterable[Account]) -> None:
     """Reject work on a network whose other accounts have begun more than an account counts.
 

@@ -150,11 +150,12 @@ class ClippedGrad:
         """
         named = self._objective.named_parameters()
         names = {id(p): name.removeprefix("network.") for name, p in named}
-        return {
-            names[id(p)]: vector[layer.start : layer.stop][layer.slices[key]].view(p.shape)
-            for layer in self._ready.clipped_sum.layers
-            for key, p in layer.parameters.items()
-        }
+        views = dict[str, Tensor]()
+        for layer in self._ready.clipped_sum.layers:
+            part = vector[layer.start : layer.stop]
+            for key, p in layer.parameters.items():
+                views[names[id(p)]] = part[layer.slices[key]].view(p.shape)
+        return views
 
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used.
@@ -242,12 +243,11 @@ def clipped_grad(
         InputError: a number of records is below 1, or the weights are no function.
         ModelError: the network or the loss cannot be clipped.
     """
-    counts = {"batch_size": batch_size, "physical_batch": physical_batch}
-    raise_errors(
-        f"{name} must be at least 1, not {value!r}."
-        for name, value in counts.items()
-        if not value >= 1
-    )
+    errors = list[str]()
+    for name, value in (("batch_size", batch_size), ("physical_batch", physical_batch)):
+        if not value >= 1:
+            errors.append(f"{name} must be at least 1, not {value!r}.")
+    raise_errors(errors)
     weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
     if fix_norm:
         model = without_batch_norm(model)

@@ -181,9 +181,9 @@ class Evaluation:
         headline, details = self.task.headline, self.details()
         if self.task.outputs > MOST_COUNTED:
             details["confusion"] = None
-        metrics = {
-            metric.key: finite_or_none(self.metrics[metric.name]) for metric in self.task.metrics
-        }
+        metrics = dict[str, float | None]()
+        for metric in self.task.metrics:
+            metrics[metric.key] = finite_or_none(self.metrics[metric.name])
         low, high = self.intervals([headline.name])[headline.name]
         interval = [finite_or_none(low), finite_or_none(high)]
         return {**metrics, **details, f"{headline.key}_interval": interval}

@@ -27,6 +27,7 @@ from dpmac_cli.training.carried_accounts import (
     Parts,
     accounts_of,
     check_counted,
+    steps_of,
 )
 from dpmac_cli.training.distributed import check_single_process
 from dpmac_cli.training.memory import keep_freed_memory
@@ -141,7 +142,7 @@ class PrivateProgram(Unshared):
         it is at least :attr:`taken`.
         """
         parts = (*self._account.earlier, self._account)
-        return sum(each.done.steps for each in parts if each.series == self._account.series)
+        return steps_of(parts, self._account.series)
 
     @property
     def plan(self) -> Plan:

@@ -33,14 +33,15 @@ class PrivateScore:
         share: mean of what units add to the counts, 0 to 1; nan if no score was released.
         samples: number of test units, which is public.
         noise_of_share: standard deviation of the noise in ``share``.
-        loss: nan, because it is not released.
     """
+
+    #: Nan, because it is not released.
+    loss = math.nan
 
     task: Task
     share: float
     samples: int
     noise_of_share: float = math.nan
-    loss: float = math.nan
 
     @property
     def accuracy(self) -> float:

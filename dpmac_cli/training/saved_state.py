@@ -7,6 +7,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.events import covers
 from dpmac_cli.accounting.planned_training import NO_TRAINING
 from dpmac_cli.errors import InputError
+from dpmac_cli.training.carried_accounts import steps_of
 
 #: Entries of the state of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
 #: ``trainings`` are those of the network, the last of which is the one that was saved.
@@ -71,7 +72,7 @@ def with_lost(last: Account, earlier: list[Account], taken: int | None) -> Accou
             "The state is of a training with an account of its records, which counts the steps "
             "since. Pass it: PrivateStep(..., account=Account.open(path))."
         )
-    before = sum(part.done.steps for part in earlier if part.series == last.series)
+    before = steps_of(earlier, last.series)
     least, most = before + last.done.steps, before + last.event.steps
     if taken is None or not least <= taken <= most:
         raise InputError(

@@ -67,8 +67,7 @@ class TrainState:
         Raises:
             ModelError: it belongs to another model or optimizer. Nothing is changed then.
         """
-        mine = {name: tuple(t.shape) for name, t in self.tensors().items()}
-        saved = {name: tuple(t.shape) for name, t in tensors.items()}
+        mine, saved = _shapes(self.tensors()), _shapes(tensors)
         if mine != saved:
             raise ModelError(
                 f"The checkpoint belongs to another model or optimizer: {saved}, not {mine}."
@@ -86,3 +85,8 @@ class TrainState:
         self.step = numbers["step"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(t.shape) for name, t in tensors.items()}

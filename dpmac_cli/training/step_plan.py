@@ -15,7 +15,7 @@ from dpmac_cli.config.flags import unknown
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan as plan_run
 from dpmac_cli.config.records import Numbers
-from dpmac_cli.config.settings import NO_CALIBRATION, RENAMED
+from dpmac_cli.config.settings import GROUPS, NO_CALIBRATION, OPTIMIZER, RENAMED
 from dpmac_cli.config.sources import given_settings
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.randomness.sampling import BatchSampling
@@ -23,19 +23,10 @@ from dpmac_cli.tasks.classification import Classification
 
 #: Settings of docs/configuration.md that a step has.
 SETTINGS_OF_STEP = (
-    *(
-        "fix_norm",
-        "isolate",
-        "epochs",
-        "steps",
-        "sigma",
-        "epsilon",
-        "max_epsilon",
-        "delta",
-        "secure",
-    ),
-    *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
-    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
+    *("fix_norm", "isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta"),
+    "secure",
+    *(name for name, group in GROUPS.items() if group == OPTIMIZER),
+    *("lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
 )
 #: Message for a seed in a program.
 NO_SEED = (
