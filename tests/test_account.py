@@ -20,8 +20,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Ledger, done, read_ledger
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.training.carried_accounts import check_counted
 from dpmac_cli.training.chunks import ChunkedSum
+from dpmac_cli.training.private_program import check_counted
 from dpmac_cli.training.step import Step
 from tests.digits_runs import after, digits_config
 from tests.digits_runs import digits_network as network

@@ -95,8 +95,9 @@ class Losses:
         """
         if isinstance(epsilons, float):
             return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
-        both = (self.computed._pmf_remove, self.computed._pmf_add)
-        return np.maximum(*(_divergences(pmf, epsilons) for pmf in both)) + self.rounding
+        remove = _divergences(self.computed._pmf_remove, epsilons)
+        add = _divergences(self.computed._pmf_add, epsilons)
+        return np.maximum(remove, add) + self.rounding
 
 
 def _divergences(pmf: Any, epsilons: Any) -> Any:

@@ -101,7 +101,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     most = math.ceil(largest / width)
     epsilons: Float64Array = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = gaussian_deltas(noise_multiplier, epsilons)
-    remove, add = (np.minimum(plain, bound) for bound in ratios.deltas(epsilons))
+    remove, add = np.minimum(plain, ratios.deltas(epsilons))
     add[most:] = np.minimum(add[most:], small_sums(steps, noise_multiplier, epsilons[most:]))
     connect_dots, parts = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap, []
     for bound, other in ((remove, add), (add, remove)):

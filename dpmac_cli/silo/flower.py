@@ -54,7 +54,7 @@ def answer(make_silo: Callable[[Context], Silo], message: Message, context: Cont
                 str(context.run_id),
                 config["server-round"],
                 arrays.to_torch_state_dict(),
-                seen=max(seen.get(name, 0) for name in (silo.name, _node(context.node_id))),
+                seen=max(seen.get(silo.name, 0), seen.get(_node(context.node_id), 0)),
             )
     except SiloError as failure:
         message_to_server = str(failure)

@@ -42,6 +42,7 @@ from dpmac_cli.silo.rounds import (
 from dpmac_cli.training.carried_accounts import carried_by
 from dpmac_cli.training.private_step import PrivateStep
 from dpmac_cli.training.reading import Checked
+from dpmac_cli.training.state import copies_of
 
 #: All that a failure may say to a server. None depends on a record.
 LOCKED = "This silo is in use by another process."
@@ -302,10 +303,7 @@ class Silo:
         rounds.write(self.folder)
         for batch in islice(step.loader(self._records), self._steps):
             step(batch)
-        reply = Reply(
-            {name: p.detach().cpu().clone() for name, p in _parameters(step.model).items()},
-            self._claim(),
-        )
+        reply = Reply(copies_of(_parameters(step.model)), self._claim())
         self._save(step, reply)
         entry.sent = digest(reply.weights, {})
         rounds.write(self.folder)
@@ -349,8 +347,12 @@ class Silo:
     def _save(self, step: PrivateStep, reply: Reply) -> None:
         """Write the state of the training and the reply, in one file."""
         state = step.state_dict()
-        facts = {name: state[name] for name in ("numbers", "trainings", "lr")}
-        facts["claim"] = asdict(reply.claim)
+        facts = {
+            "numbers": state["numbers"],
+            "trainings": state["trainings"],
+            "lr": state["lr"],
+            "claim": asdict(reply.claim),
+        }
         tensors = dict[str, Tensor]()
         for prefix, part in ((OF_STATE, state["tensors"]), (OF_REPLY, reply.weights)):
             for name, tensor in part.items():

@@ -115,29 +115,6 @@ def steps_of(accounts: Iterable[Account], series: str) -> int:
     return sum(each.done.steps for each in accounts if each.series == series)
 
 
-def check_counted(account: Account, now: Iterable[Account]) -> None:
-    """Reject work on a network whose other accounts have begun more than an account counts.
-
-    Args:
-        account: account of the work.
-        now: accounts that the network carries as it is; ``account`` among them is left out.
-
-    Raises:
-        ModelError: one has begun more than ``account.earlier`` has of it.
-    """
-    counted = {each.number: each.count for each in account.earlier}
-    for carried in now:
-        if carried.number == account.number:
-            continue
-        if carried.count > counted.get(carried.number, 0):
-            raise ModelError(
-                "The network, or one that it or its loss uses, was trained by another "
-                "PrivateStep or make_private since this one was created, so its epsilon does "
-                "not count those steps. Create this one again. To train several networks "
-                "together, make them parts of one."
-            )
-
-
 def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
     """Return the variables of each module and each parameter of a network."""
     return map(vars, chain(network.modules(), network.parameters()))

@@ -2,6 +2,7 @@
 
 import threading
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import (
     BudgetError,
+    ModelError,
     as_keywords,
     counted,
 )
@@ -26,7 +28,6 @@ from dpmac_cli.randomness.keystream import Unshared, make_keys
 from dpmac_cli.training.carried_accounts import (
     Parts,
     accounts_of,
-    check_counted,
     steps_of,
 )
 from dpmac_cli.training.distributed import check_single_process
@@ -229,17 +230,45 @@ class PrivateProgram(Unshared):
             )
 
 
-def account_of(plan: Plan, shared: Account | None, **values: Any) -> Account:
+def check_counted(account: Account, now: Iterable[Account]) -> None:
+    """Reject work on a network whose other accounts have begun more than an account counts.
+
+    Args:
+        account: account of the work.
+        now: accounts that the network carries as it is; ``account`` among them is left out.
+
+    Raises:
+        ModelError: one has begun more than ``account.earlier`` has of it.
+    """
+    counted = {each.number: each.count for each in account.earlier}
+    for carried in now:
+        if carried.number == account.number:
+            continue
+        if carried.count > counted.get(carried.number, 0):
+            raise ModelError(
+                "The network, or one that it or its loss uses, was trained by another "
+                "PrivateStep or make_private since this one was created, so its epsilon does "
+                "not count those steps. Create this one again. To train several networks "
+                "together, make them parts of one."
+            )
+
+
+def account_of(
+    plan: Plan, shared: Account | None, *, resumed: bool = False, **values: Any
+) -> Account:
     """Return the account of a training, whose events begin in that of the records, if any.
 
     Args:
         plan: plan of the training.
         shared: account of the records; None if a program has none.
+        resumed: whether the training goes on from a state, and keeps to its target from there on.
         values: further fields of :class:`~dpmac_cli.accounting.account.Account`, such as ``event``
             and ``earlier``, which replace those of the plan.
     """
     values = {**plan.of_account, **values}
+    if resumed or shared is not None:
+        values["target"] = plan.settings.epsilon
     if shared is None:
         return Account(**values)
-    values |= {"target": plan.settings.epsilon, "order": shared.order}
-    return Part(shared=shared, number=shared.number, reserved=values.get("begun", 0), **values)
+    values |= {"order": shared.order, "number": shared.number}
+    return Part(shared=shared, reserved=values.get("begun", 0), **values)

@@ -44,12 +44,11 @@ from dpmac_cli.training.carried_accounts import (
     attach,
     carried_by,
     check_composable,
-    check_counted,
     parts_held_by,
 )
 from dpmac_cli.training.clipped_grad import validated_sum
 from dpmac_cli.training.loading import NOT_DRAWN, REPLACED, Drawn, batches
-from dpmac_cli.training.private_program import PrivateProgram, account_of
+from dpmac_cli.training.private_program import PrivateProgram, account_of, check_counted
 from dpmac_cli.training.reading import (
     Checked,
     Collate,
@@ -62,8 +61,9 @@ from dpmac_cli.training.reading import (
     size_of,
 )
 from dpmac_cli.training.saved_state import check_counts, check_state, with_lost
+from dpmac_cli.training.state import copies_of
 from dpmac_cli.training.step import Step, mechanism_of
-from dpmac_cli.training.step_plan import check_account, check_arguments, plan_of_step
+from dpmac_cli.training.step_plan import check_account, check_arguments, check_size, plan_of_step
 from dpmac_cli.training.torch_datasets import check_copies
 
 
@@ -187,7 +187,7 @@ class PrivateStep(PrivateProgram):
             ModelError: see :class:`PrivateStep`.
         """
         size = size_of(dataset)
-        _check_size(size, self._sampling)
+        check_size(size, self._sampling)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row, numbers = first_row(records), probes(size)
         if not isinstance(dataset, Checked):
@@ -288,7 +288,7 @@ class PrivateStep(PrivateProgram):
             raise InputError("There is no state before the first step. Save it after a step.")
         state = self._step.state
         return {
-            "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
+            "tensors": copies_of(state.tensors()),
             "numbers": state.numbers(),
             "trainings": [asdict(each) for each in (*self._account.earlier, self._account.alone())],
             "structure": map_rows(Tensor.cpu, self._structure.template),
@@ -332,11 +332,11 @@ class PrivateStep(PrivateProgram):
         self._account = account_of(
             plan,
             self._shared,
+            resumed=True,
             event=plan.event.first(max(0, plan.event.steps - step)),
             base=step,
             begun=step,
             earlier=accounts,
-            target=plan.settings.epsilon,
             series=last.series,
         )
         try:
@@ -396,12 +396,3 @@ def _checked_example(example: Batch, device: torch.device) -> Batch:
     if samples_in(example) == 0:
         raise InputError("example must have at least one row.")
     return map_rows(lambda t: t.to(device), example)
-
-
-def _check_size(size: int, sampling: BatchSampling) -> None:
-    """Raise InputError for a dataset of another number of records than n."""
-    if size != sampling.n:
-        raise InputError(
-            f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
-            f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
-        )

@@ -87,6 +87,15 @@ class TrainState:
             self.spread.kappa_star = numbers["kappa_star"]
 
 
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors on the CPU, by name.
+
+    Args:
+        tensors: tensors by name, on any device.
+    """
+    return {name: t.detach().cpu().clone() for name, t in tensors.items()}
+
+
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors by name."""
     return {name: tuple(t.shape) for name, t in tensors.items()}

@@ -148,3 +148,20 @@ def check_account(account: Account, plan: Plan) -> None:
             f"{{delta=}}{plan.settings.delta:g} is not that of the account, {account.delta:g}. "
             "Leave it out."
         )
+
+
+def check_size(size: int, sampling: BatchSampling) -> None:
+    """Reject a dataset of another number of records than batches are drawn from.
+
+    Args:
+        size: number of records of the dataset.
+        sampling: how batches are drawn, from n records.
+
+    Raises:
+        InputError: they differ.
+    """
+    if size != sampling.n:
+        raise InputError(
+            f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
+            f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
+        )
