@@ -233,11 +233,9 @@ class PrivateTraining(PrivateProgram):
         seconds, epsilon = self._seconds, self.epsilon
         line = metrics_line(plan, trainer.state.step, seconds, epsilon, result)
         session = Session(
-            plan=plan,
             task=self._task,
             trainer=trainer,
             where=folder.make_folder(where),
-            account=self._account,
             history=[line],
             scored=result,
             seconds=seconds,

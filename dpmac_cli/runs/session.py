@@ -21,7 +21,6 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.tasks.task import METRICS
-from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
@@ -82,12 +81,9 @@ class Session:
     """A run in training, at ``trainer.state.step`` after ``seconds`` of training.
 
     Attributes:
-        plan: plan of the run.
         task: its network and data.
-        trainer: takes its steps.
+        trainer: takes its steps, with the plan of the run and the account of what has begun.
         where: its folder.
-        account: counts what has begun.
-        ranks: the processes of the run; None for one.
         history: lines of metrics.jsonl so far.
         seconds: training time so far, without evaluation, also before it was resumed.
         notes: messages for the user.
@@ -95,17 +91,24 @@ class Session:
         weighed: where the weights of records come from, if they are a program's.
     """
 
-    plan: Plan
     task: PreparedRun
     trainer: Trainer
     where: Path
-    account: Account
-    ranks: Ranks | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     scored: Evaluation | None = None
     weighed: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the run."""
+        return self.trainer.plan
+
+    @property
+    def account(self) -> Account:
+        """Return the account of the run, which counts what has begun."""
+        return self.trainer.account
 
     @property
     def steps(self) -> int:
@@ -183,8 +186,7 @@ class Session:
             self.write_metrics()
             raise
         self.account.record()
-        if self.ranks is not None:
-            self.ranks.dismiss()
+        self.trainer.ranks.dismiss()
         self.save()
         yield self
 

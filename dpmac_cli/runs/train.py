@@ -230,14 +230,11 @@ def _session(
         trainer.histogram = before.histogram
     ledger.run = where = folder.make_place(plan)
     if ranks is not None:
-        brief_workers(ranks, plan, where, task, trainer, keys)
+        brief_workers(trainer, where, task, keys)
     return Session(
-        plan=plan,
         task=task,
         trainer=trainer,
         where=where,
-        account=ledger,
-        ranks=ranks,
         history=[] if saved is None else saved.record.lines,
         seconds=0.0 if saved is None else saved.record.seconds,
         notes=(*notes, *_on_budget(plan, before, ledger), *task.notes, *trainer.notes),

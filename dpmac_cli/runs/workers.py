@@ -27,26 +27,24 @@ from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 
 
-def brief_workers(
-    ranks: Ranks, plan: Plan, folder: Path, task: PreparedRun, trainer: Trainer, keys: Keys
-) -> None:
+def brief_workers(trainer: Trainer, folder: Path, task: PreparedRun, keys: Keys) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets.
 
     The key of layers is sent, those of noise and batches are not. The other side is
     :func:`run_worker`. It returns once all ranks have agreed on what they compute.
 
     Args:
-        ranks: the processes of the run, of which this is the first.
-        plan: plan of the run.
+        trainer: plan and processes of the run, of which this is the first, and its state, which
+            the other ranks take over.
         folder: its folder, which messages of the other ranks name.
         task: its network and data.
-        trainer: its state, which the other ranks take over.
         keys: keys, of which the others get those of layers and of the initial weights.
 
     Raises:
         InputError: ranks have other records, or compute otherwise.
         RunError: another rank failed.
     """
+    plan = trainer.plan
     brief = {
         "config": by_flag(plan.recorded),
         "folder": str(folder),
@@ -55,8 +53,8 @@ def brief_workers(
         "numbers": trainer.state.numbers(),
         "keys": {name: getattr(keys, name).hex() for name in ("layers", "init")},
     }
-    ranks.brief(brief)
-    _agree(ranks, plan, task, trainer)
+    trainer.ranks.brief(brief)
+    _agree(trainer, task)
 
 
 def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
@@ -86,7 +84,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             task = prepare(plan, device, keys, resolved.data)
             account = Account(event=plan.event.first(brief["steps"]))  # rank 0 has the ledger
             trainer = make_trainer(plan, task, keys, account, ranks=ranks)
-            _agree(ranks, plan, task, trainer)
+            _agree(trainer, task)
             trainer.state.go_to(brief["numbers"])
             while True:
                 trainer.step()
@@ -99,7 +97,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         raise RunError([f"{error} {remedy}" for error in failure.errors]) from failure
 
 
-def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> None:
+def _agree(trainer: Trainer, task: PreparedRun) -> None:
     """Synchronise the state of all ranks, and reject different records, which could count twice.
 
     Ranks that may round differently are rejected too.
@@ -107,7 +105,7 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
     tensors = task.model.state_dict(keep_vars=True).items()
     frozen = {name: t.detach().cpu() for name, t in tensors if not t.requires_grad}
     compared = {
-        "records": _records(plan, task.data),
+        "records": _records(trainer.plan, task.data),
         "network": digest(frozen, {}),
         "device": device_name(trainer.state.theta.device),
         **environment(),
@@ -115,7 +113,7 @@ def _agree(ranks: Ranks, plan: Plan, task: PreparedRun, trainer: Trainer) -> Non
     sums = list[int]()
     for value in compared.values():
         sums.append(int(sha256(str(value).encode()).hexdigest()[:15], 16))
-    differs = ~ranks.alike(torch.tensor(sums))
+    differs = ~trainer.ranks.alike(torch.tensor(sums))
     others = list(compress(compared, differs.tolist()))
     if others:
         raise InputError(

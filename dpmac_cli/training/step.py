@@ -62,6 +62,7 @@ class Step(Unshared):
         ranks: the processes of the run, each of which sums its share of every batch; None for one.
 
     Attributes:
+        ranks: the processes of the run, this one alone by default.
         state: parameters, moments and region, all computed after noise.
         notes: messages about how the network is run.
 
@@ -89,7 +90,7 @@ class Step(Unshared):
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
         self.geometry = geometry_of(plan.optimizer) if plan.private else Ball(NO_CLIPPING)
         self.plan, self.steps, self.account = plan, steps, account
-        self._ranks = ranks or Ranks()
+        self.ranks = ranks or Ranks()
         theta = sums.theta
         _check_rounding(mechanism, sums.size)
         region, spread = self._first_region()
@@ -129,7 +130,7 @@ class Step(Unshared):
             RunError: memory ran out with a single record, or a rank has stopped.
         """
         self.sums.check()
-        if self._ranks.leads:  # the first rank counts for all, before any record is read
+        if self.ranks.leads:  # the first rank counts for all, before any record is read
             self.account.begin(self.account.steps(1))
         with full_float32(self.sums.arithmetic):
             batch = self._draw()
@@ -159,7 +160,7 @@ class Step(Unshared):
     def _draw(self) -> Indices:
         """Draw this rank's share of the batch, by number: line 3."""
         drawn = None if self.sampler is None else self.sampler.draw(self.state.step + 1)
-        return self._ranks.share(drawn)
+        return self.ranks.share(drawn)
 
     def _clip_and_sum(self, batch: Indices) -> Tensor:
         """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8.
@@ -171,8 +172,8 @@ class Step(Unshared):
         metric = RegionMetric(state.region, scratch=self._scratch)
         part, chunk = self.sums.of(batch, step, metric, state.chunk)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
-        state.chunk = self._ranks.least(chunk)
-        return self._ranks.reduce(part)
+        state.chunk = self.ranks.least(chunk)
+        return self.ranks.reduce(part)
 
     def _begin(self) -> SeededNormals | None:
         """Advance all scalar state to step t; return the noise of that step."""
@@ -229,7 +230,7 @@ class Step(Unshared):
         """
         region = self.state.region
         for tensor in (self.state.theta, region.centre, region.inverse, region.factor):
-            self._ranks.broadcast(tensor)
+            self.ranks.broadcast(tensor)
 
     def check_finite(self) -> None:
         """Reject a state with a parameter that is not finite. Synchronises with the device.
