@@ -16,15 +16,14 @@ from dpmac_cli.accounting.events import TrainingEvent, histogram_event
 from dpmac_cli.config import plan
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.mechanism import GRID, SecureMechanism
-from dpmac_cli.features import counts
+from dpmac_cli.features import counts, targets
 from dpmac_cli.features.counts import (
     FIRST,
     ROUNDS,
     distributions,
     exact_distributions,
-    target_moments,
-    target_range,
 )
+from dpmac_cli.features.targets import _moment_sums, target_moments, target_range
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 
 Floats = NDArray[np.float64]
@@ -362,7 +361,7 @@ def test_without_columns_no_event_begins(watched: Watched) -> None:
 
 def moment_sums(values: Floats, owners: Owners = None) -> Floats:
     """Return what the moments of a number in [-1, 1] are computed from, without noise."""
-    sums = counts._moment_sums(values, -1.0, 1.0, owners)
+    sums = _moment_sums(values, -1.0, 1.0, owners)
     assert (sums / GRID % 1 == 0).all()
     return sums
 
@@ -410,7 +409,7 @@ def test_a_target_is_as_hard_to_tell_as_the_events_of_its_range_say(
             sums.append(result.value.numpy() * 60)
             return result
 
-    monkeypatch.setattr(counts, "SecureMechanism", Mechanism)
+    monkeypatch.setattr(targets, "SecureMechanism", Mechanism)
     mu = 2.0
     rounds = rounds_of(mu**2 * 3 / 8)
     moments = histogram_event(1 / math.sqrt(mu**2 * 5 / 8))

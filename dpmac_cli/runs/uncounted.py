@@ -15,12 +15,11 @@ from dpmac_cli.features.counts import (
     Floats,
     distributions,
     exact_distributions,
-    target_moments,
-    target_range,
 )
 from dpmac_cli.features.frozen import FrozenFeatures
 from dpmac_cli.features.stored import featured
 from dpmac_cli.features.tables import TableInputs
+from dpmac_cli.features.targets import target_moments, target_range
 from dpmac_cli.files import cache_folder
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.randomness.noise import SeededNormals

@@ -19,7 +19,7 @@ from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.dp.clipping.eager_mode import EagerMode
 from dpmac_cli.dp.clipping.matmul import RowProducts
 from dpmac_cli.dp.clipping.projections import masks_kept, replaced
-from dpmac_cli.dp.clipping.recurrent import FUNCTIONS
+from dpmac_cli.dp.clipping.recurrence import FUNCTIONS
 from dpmac_cli.dp.torch_errors import what_failed
 
 #: Remedy for a function of autograd without a rule.
