@@ -15,6 +15,7 @@ from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent, score_event
 from dpmac_cli.errors import ModelError
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Ledger, done, read_ledger
@@ -175,8 +176,9 @@ def order(monkeypatch: pytest.MonkeyPatch, raises: float = math.inf) -> list[str
         seen.append("read")
         return of(self, *args)
 
-    def scored(self: Trainer, *, covered: bool = False) -> Any:
-        seen.extend(["read"] * covered)
+    def scored(self: Trainer, *, covered: LayerDraws | None = None) -> Any:
+        if covered is not None:
+            seen.append("read")
         return evaluate(self, covered=covered)
 
     monkeypatch.setattr(Account, "begin", begun)

@@ -1,6 +1,7 @@
 """Random draws of a program's network: from the secret key alone, at every door."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import TensorDataset
 
 from dpmac_cli import ArrayData, PrivateStep, clipped_grad, make_private
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.dp.mechanism import ball
-from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS
+from dpmac_cli.features import stored
+from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.models.dataset import Data
+from dpmac_cli.randomness.keystream import STREAMS, make_keys
+from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.sampling import Poisson
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
-from tests.digits_runs import run_trainer
+from dpmac_cli.runs.trainer import make_trainer
+from dpmac_cli.training.evaluation import outputs_of
+from tests.digits_runs import digits_config, run_trainer
 from tests.helpers import equal_keys
 
 RECORDS, COLUMNS, CLASSES = 40, 6, 3
@@ -150,3 +158,85 @@ def test_dropout_of_a_program_does_not_depend_on_its_own_seed(
             found.append([first, *run])
     assert all(map(torch.equal, *found))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+# Passes without gradients, of which epsilon covers what is computed.
+
+
+class AlwaysDropping(nn.Module):
+    """Drops values in evaluation, too: ``F.dropout`` does, unless it is told not to."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(columns, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(dropout(x.flatten(1)))
+        return logits
+
+
+class Dropped(nn.Module):
+    """A frozen part that drops values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x.flatten(1))
+
+
+def some_digits() -> Data:
+    plan = resolve(dataset="digits", model="linear", device="cpu", **SETTINGS).plan
+    data = run_trainer(plan).data
+    return replace(data, train=data.train.taken(np.arange(300)))
+
+
+@pytest.mark.promise("noise")
+def test_outputs_that_epsilon_covers_are_drawn_from_a_key_alone() -> None:
+    """One who knows which values were dropped sees how one record moves those of all others."""
+    data, net = some_digits(), AlwaysDropping(64)
+
+    def logits(seed: int, key: bytes) -> Tensor:
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        found = outputs_of(net, data, data.train, covered=LayerDraws(key))
+        all_of_them = torch.cat([rows for _, rows in found])
+        assert torch.equal(torch.get_rng_state(), before)
+        return all_of_them
+
+    first = logits(1, bytes(32))
+    assert torch.equal(first, logits(2, bytes(32)))
+    assert not torch.equal(first, logits(1, b"k" * 32))
+
+
+@pytest.mark.promise("noise")
+def test_batches_that_epsilon_covers_have_draws_of_their_own() -> None:
+    data, net = some_digits(), AlwaysDropping(64)
+    same = data.train.images[:1].expand(300, *data.train.images.shape[1:])
+    split = replace(data.train, images=same.contiguous())
+    found = outputs_of(net, data, split, covered=LayerDraws(bytes(32)))
+    rows = torch.cat([rows for _, rows in found])
+    assert len(torch.unique(rows, dim=0)) > 290
+
+
+@pytest.mark.promise("noise")
+def test_each_pass_has_a_key_of_its_own() -> None:
+    plan = digits_config(cover_scores=True, epsilon=1, epochs=1)
+    keys = make_keys(4)
+    account = Account(event=plan.event, histogram=plan.histogram)
+    trainer = make_trainer(plan, prepare(plan, torch.device("cpu"), keys), keys, account)
+    assert trainer.counted is not None
+    assert trainer.covered is not None
+    streams = {getattr(keys, name): name for name in STREAMS}
+    assert streams[trainer.counted[-1]._keys.key] == "count_layers"
+    assert streams[trainer.covered[-1]._keys.key] == "score_layers"
+
+
+@pytest.mark.promise("features")
+def test_features_are_drawn_from_a_secret_key(tmp_path: Path) -> None:
+    """A program's seed says which values were dropped, of every record."""
+    data = some_digits()
+    found = []
+    for folder in ("one", "another"):
+        torch.manual_seed(0)
+        parts = FrozenFeatures(Dropped(), nn.Linear(64, 10), torch.float32)
+        parts.user_supplied = True
+        found.append(stored.featured(parts, data, {}, tmp_path / folder).train.images)
+    assert not torch.equal(*found)

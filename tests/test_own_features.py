@@ -98,6 +98,26 @@ def test_a_function_that_keeps_something_of_records_is_refused() -> None:
 
 
 @pytest.mark.promise("features")
+def test_an_object_keeps_nothing_of_a_record() -> None:
+    """Its own trial cannot see it: none of the records there has the largest number."""
+
+    class Scaled:
+        def __init__(self) -> None:
+            self.largest = torch.full((), 0.01)
+
+        def __call__(self, image: Tensor) -> Tensor:
+            self.largest = torch.maximum(self.largest, image.abs().max())
+            return image.flatten() / self.largest
+
+    register_features("scaled", 64)(Scaled())
+    features = OneByOne(registered("scaled"))
+    x = torch.rand(5, 1, 8, 8)
+    x[0] = 100
+    without = features(x[1:])
+    assert torch.equal(features(x)[1:], without)
+
+
+@pytest.mark.promise("features")
 def test_the_draws_of_a_function_are_the_same_for_each_record() -> None:
     """So a record more shifts none of them, and predictions have those of training."""
 

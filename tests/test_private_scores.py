@@ -23,6 +23,7 @@ from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import checkpoint, prepare
@@ -104,7 +105,7 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = run_trainer(plan, model=net)
-    trainer.covered = score_event(4.0), Noise(b"k" * 32)
+    trainer.covered = score_event(4.0), Noise(b"k" * 32), LayerDraws(bytes(32))
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:
@@ -346,7 +347,7 @@ def test_a_test_record_is_scored_alone() -> None:
     def logits(x: Tensor) -> Tensor:
         split = Split(x, torch.zeros(len(x), dtype=torch.long))
         trainer.sums.data = replace(trainer.data, test=split)
-        return trainer.evaluate(covered=True).logits
+        return trainer.evaluate(covered=LayerDraws(bytes(32))).logits
 
     x = torch.randint(0, 100, (9, *trainer.data.tested.images.shape[1:]), dtype=torch.uint8)
     x[1] = 7

@@ -31,6 +31,7 @@ from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Split
 from dpmac_cli.randomness.keystream import STREAMS, make_keys
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import checkpoint
@@ -448,7 +449,8 @@ def counted(
     trainer: Trainer, sigma: float = 0.01, rate: float = 1.0, key: bytes = bytes(32)
 ) -> NDArray[np.float64]:
     """The counts of a trainer with hardly any noise."""
-    trainer.counted = histogram_event(sigma, rate), Noise(bytes(32), secure=True), key
+    layers = LayerDraws(bytes(32))
+    trainer.counted = histogram_event(sigma, rate), Noise(bytes(32), secure=True), key, layers
     trainer.histogram, trainer.steps = None, trainer.state.step
     assert [trainer.calibrate(), trainer.calibrate()] == [True, False]
     found: NoisyHistogram = vars(trainer)["histogram"]

@@ -10,7 +10,6 @@ A unit of several records adds the clipped mean of its weighted gradients, sum w
 the mean of its weights.
 """
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.copies import without_memory
 from dpmac_cli.dp.torch_errors import type_and_place
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 
@@ -256,9 +256,10 @@ class RecordWeights:
         rows = samples_in(x)
         arguments = (x, y)[: len(self._arguments)]
         called = f"weights({', '.join(self._arguments)})"
+        # What it writes to its copy is lost, so that no record changes the weight of another.
+        function = without_memory(self._function, called)
         try:
-            # What it writes to its copy is lost, so that no record changes the weight of another.
-            weights: Any = copy.deepcopy(self._function)(*arguments)
+            weights: Any = function(*arguments)
         except Exception as failure:
             if "vmap" in str(failure):
                 raise  # a function of one record that vmap cannot run, which has a remedy

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli.config.networks import OwnFeatures
+from dpmac_cli.dp.copies import without_memory
 from dpmac_cli.dp.torch_errors import code_of_network
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -136,7 +137,8 @@ class OneByOne(nn.Module):
     """A torch module that computes features by a program's function of one record.
 
     The function sees one record at a time, so it cannot mix them. Its random numbers are the same
-    for each record. :meth:`check` tries whether it keeps something from one call to the next.
+    for each record. An object is copied for each record, so that it keeps nothing of one;
+    :meth:`check` tries whether a function keeps something elsewhere.
 
     Args:
         features: the function, and the number of features that it was registered with.
@@ -174,8 +176,9 @@ class OneByOne(nn.Module):
 
     def _of(self, record: Tensor) -> Tensor:
         seed_all(0)
+        function = without_memory(self._features.function, "The function of features")
         with code_of_network(record[None], "The function of features"):
-            features = torch.as_tensor(self._features.function(record.clone()))
+            features = torch.as_tensor(function(record.clone()))
         if features.shape != (self._features.width,):
             raise ModelError(
                 f"The function of features returned a tensor of shape {tuple(features.shape)} for "

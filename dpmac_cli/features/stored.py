@@ -4,6 +4,7 @@ Features are as private as the records that they were computed from.
 """
 
 import copy
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from dpmac_cli.features.frozen import FrozenFeatures, OneByOne, by_threads
 from dpmac_cli.models.dataset import Data, fingerprint
 from dpmac_cli.models.digest import digest
 from dpmac_cli.progress import report
+from dpmac_cli.randomness.keystream import KEY_BYTES
+from dpmac_cli.randomness.layers import LayerDraws
 
-VERSION = 9
+VERSION = 10
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
 #: Records between reports of progress if the frozen part itself keeps records apart.
@@ -47,16 +50,19 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
     """
     tried = copy.deepcopy(parts)
     probed = data.standardised(data.train.at(slice(PROBED))[0])
-    if isinstance(tried.frozen, OneByOne):
-        tried.frozen.check(probed)
-    like = tried.features(probed).cpu().numpy()
-    file = kept_file(
-        folder / f"{_key(parts, data, like, settings)}{WHOLE}",
-        sum(map(len, data.splits)),
-        like.shape[1:],
-        like.dtype,
-        lambda: _computed(parts, data, folder),
-    )
+    # A frozen part may draw random numbers, in the order of the records: one record changes those
+    # of the records after it, so nobody may know them.
+    with LayerDraws(secrets.token_bytes(KEY_BYTES)).of(1):
+        if isinstance(tried.frozen, OneByOne):
+            tried.frozen.check(probed)
+        like = tried.features(probed).cpu().numpy()
+        file = kept_file(
+            folder / f"{_key(parts, data, like, settings)}{WHOLE}",
+            sum(map(len, data.splits)),
+            like.shape[1:],
+            like.dtype,
+            lambda: _computed(parts, data, folder),
+        )
     return _featured(file, data)
 
 

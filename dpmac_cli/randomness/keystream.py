@@ -80,6 +80,8 @@ class Keys:
         counts: noise of histograms.
         counted: records that histograms count.
         ranges: noise of counts before training.
+        count_layers: random layers of the network whose outputs a histogram counts.
+        score_layers: random layers of the network whose outputs a covered score counts.
         base: previous steps, from which the epochs of a sampler are counted.
     """
 
@@ -93,6 +95,8 @@ class Keys:
     counts: bytes = b""
     counted: bytes = b""
     ranges: bytes = b""
+    count_layers: bytes = b""
+    score_layers: bytes = b""
     base: int = 0
 
 

@@ -46,19 +46,20 @@ class Trainer(Step):
 
     Attributes:
         sums: clipped sum over training records.
-        covered: event and noise of the covered score; None for exact scores.
+        covered: event and noise of the covered score, and random numbers of the network's layers in
+            it; None for exact scores.
         uncounted: records that are counted before the first step, and the noise of the counts; None
             if nothing is counted, or it was.
-        counted: event of the histogram of the training records, its noise, and the key that says
-            which records are drawn for it; None without.
+        counted: event of the histogram of the training records, its noise, the key that says which
+            records are drawn for it, and random numbers of the network's layers; None without.
         histogram: that histogram, once it was released; None before, and without.
     """
 
     sums: DataSum
-    covered: tuple[TrainingEvent, Noise] | None = None
+    covered: tuple[TrainingEvent, Noise, LayerDraws] | None = None
     uncounted: tuple[Uncounted, Noise] | None = None
     _inputs: TableInputs | None = None
-    counted: tuple[TrainingEvent, Noise, bytes] | None = None
+    counted: tuple[TrainingEvent, Noise, bytes, LayerDraws] | None = None
     histogram: NoisyHistogram | None = None
 
     @property
@@ -169,12 +170,13 @@ class Trainer(Step):
         finally:
             theta.copy_(last)
 
-    def evaluate(self, *, covered: bool = False) -> Evaluation:
+    def evaluate(self, *, covered: LayerDraws | None = None) -> Evaluation:
         """Score the published model on every test record, without noise.
 
         Args:
-            covered: whether the records are covered by epsilon, so that none may change how another
-                is rounded. The scores themselves are exact: only what is released of them is noisy.
+            covered: random numbers of the network's layers, if the records are covered by epsilon:
+                then none may change how another is rounded. The scores themselves are exact: only
+                what is released of them is noisy.
 
         Raises:
             InputError: there are no test records.
@@ -196,11 +198,11 @@ class Trainer(Step):
         """
         if self.counted is None or self.histogram is not None or self.state.step < self.steps:
             return False
-        event, noise, key = self.counted
+        event, noise, key, layers = self.counted
         self.account.begin(event)  # before any training record is read
         with self.published() as model, full_float32(self.sums.arithmetic):
             normals = noise.at(self.state.step)
-            self.histogram = training_histogram(model, self.data, event, normals, key)
+            self.histogram = training_histogram(model, self.data, event, normals, key, layers)
         return True
 
     def score(self) -> Evaluation | PrivateScore | None:
@@ -218,11 +220,11 @@ class Trainer(Step):
             return None
         if self.covered is None:
             return self.evaluate()
-        (event, noise), step = self.covered, self.state.step
+        (event, noise, layers), step = self.covered, self.state.step
         if step < self.steps:
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
         self.account.begin(event)  # before any test record is read
-        result = self.evaluate(covered=True)
+        result = self.evaluate(covered=layers)
         return release_score(result, event, noise.at(step))
 
 
@@ -285,9 +287,12 @@ def make_trainer(
         )
     attach(task.model, account)
     if plan.score is not None and ranks.leads:
-        trainer.covered = plan.score, Noise(keys.scores, secure=True)
+        drawn_in_score = LayerDraws(keys.score_layers)
+        trainer.covered = plan.score, Noise(keys.scores, secure=True), drawn_in_score
     if account.histogram is not None and ranks.leads:
-        trainer.counted = account.histogram, Noise(keys.counts, secure=True), keys.counted
+        noise = Noise(keys.counts, secure=True)
+        drawn_in_counts = LayerDraws(keys.count_layers)
+        trainer.counted = account.histogram, noise, keys.counted, drawn_in_counts
     trainer.will_count(task.uncounted, keys)
     return trainer
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.dp.clipping.batches import Batch, map_rows
+from dpmac_cli.dp.copies import copied, without_memory
 from dpmac_cli.errors import BudgetError, DpmacError, InputError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.trial_samples import BatchLoss, device_of
@@ -152,12 +153,12 @@ class Silo:
         self._network, self._sampling, self._steps = network, sampling, steps
         self._shared = account
         weigh = settings.get("weights")
-        use = _used_by(network, (loss,) if weigh is None else (loss, lambda _, batch: weigh(batch)))
+        use = _used_by(network, loss, weigh)
         self._records = Checked(records, settings.get("example"), sampling.n, use)
-        self._loss = _of_records(loss)
+        self._loss = _LossOfRecord(loss)
         self._options = {**settings, "example": self._records.example}
         if weigh is not None:
-            self._options["weights"] = lambda batch: weigh(batch["record"])
+            self._options["weights"] = _WeightsOfRecord(weigh)
         self._settings = dict[str, Any]()
         for name, value in settings.items():
             if isinstance(value, str | int | float):
@@ -465,25 +466,46 @@ class Silo:
                 file.write(f"{now} {type(failure).__name__}: {failure}\n")
 
 
-def _used_by(network: nn.Module, functions: tuple[BatchLoss, ...]) -> Callable[[Batch], None]:
-    """Return a function that runs a copy of a network, and functions of it, on a record."""
-    model, device = copy.deepcopy(network), device_of(network)
+def _used_by(
+    network: nn.Module, loss: BatchLoss, weigh: Callable[[Any], Tensor] | None
+) -> Callable[[Batch], None]:
+    """Return a function that computes loss and weight of a record, with copies for this one."""
+    device = device_of(network)
 
     def use(row: Batch) -> None:
-        for function in functions:
-            function(model, map_rows(lambda t: t.to(device), row))
+        moved = map_rows(lambda t: t.to(device), row)
+        model = copied(network, network.parameters())
+        without_memory(loss, "The loss")(model, moved)
+        if weigh is not None:
+            without_memory(weigh, "weights")(moved)
 
     return use
 
 
-def _of_records(loss: BatchLoss) -> BatchLoss:
-    """Return a loss of :class:`.Checked` records: NaN for one that could not be used."""
+class _LossOfRecord(nn.Module):
+    """Loss of a :class:`.Checked` record: NaN for one that could not be used.
 
-    def of_used(model: nn.Module, batch: Any) -> Tensor:
-        losses: Tensor = loss(model, batch["record"]) * batch["used"]
+    It has the loss of the program as an attribute, so that it is validated, compared and copied for
+    each record with it.
+    """
+
+    def __init__(self, loss: BatchLoss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        losses: Tensor = self.loss(model, batch["record"]) * batch["used"]
         return losses
 
-    return of_used
+
+@dataclass(frozen=True)
+class _WeightsOfRecord:
+    """Weights of a :class:`.Checked` record, by the function of a program."""
+
+    weigh: Callable[[Any], Tensor]
+
+    def __call__(self, batch: Any) -> Tensor:
+        return self.weigh(batch["record"])
 
 
 def _parameters(network: nn.Module) -> dict[str, Tensor]:

@@ -9,13 +9,19 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.training.evaluation import on_cpu, outputs_of
 
 
 def training_histogram(
-    model: nn.Module, data: Data, event: TrainingEvent, noise: SeededNormals, key: bytes
+    model: nn.Module,
+    data: Data,
+    event: TrainingEvent,
+    noise: SeededNormals,
+    key: bytes,
+    layers: LayerDraws,
 ) -> NoisyHistogram:
     """Count training records in the cells of their task, with noise.
 
@@ -29,6 +35,7 @@ def training_histogram(
         noise: fresh random numbers, used only here.
         key: secret key that says which records are counted, used only here, if the sampling rate of
             the event is below 1.
+        layers: secret random numbers of the network's layers, used only here.
 
     Returns:
         One noisy count per cell, see :attr:`~dpmac_cli.tasks.task.Task.cell_count`.
@@ -37,7 +44,7 @@ def training_histogram(
     if event.sampling_rate < 1:
         split = drawn_from(split, event.sampling_rate, key)
     cells = [np.empty(0, np.int64)]
-    for some, logits in outputs_of(model, data, split, covered=True):
+    for some, logits in outputs_of(model, data, split, covered=layers):
         labels = split.labels[some].cpu().numpy()
         cells.append(task.cells(on_cpu(logits).numpy(), labels))
     of_records = np.concatenate(cells)[:, None]  # (records, 1)

@@ -1,5 +1,6 @@
 """Evaluation of a model on a test split."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from dpmac_cli.files import finite_or_none
 from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import dtype_of
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.tasks.classification import confusion_of, rates
 from dpmac_cli.tasks.intervals import intervals
 from dpmac_cli.tasks.task import Compared, Interval, Task
@@ -229,19 +231,29 @@ def outputs(
             yield logits[: len(x)]
 
 
-def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor]:
+def _alone(
+    model: nn.Module, data: Data, size: int, layers: LayerDraws
+) -> Callable[[Tensor], Tensor]:
     """Return what computes the logits of up to ``size`` records, none of which changes another's.
 
     The network sees each of them alone. Nor may one round another: it could move it across a kink
-    or to another class.
+    or to another class. Random numbers of the network are drawn in the order of the records, so
+    one changes those of the records after it: they are new in each call, and secret.
     """
     like = data.gain.new_empty(data.train.images.shape[1:])
-    with evaluating(model):
-        return unaffected(model, like, size, may_mix=True)
+    with evaluating(model), layers.of(0):
+        each = unaffected(model, like, size, may_mix=True)
+    calls = itertools.count(1)
+
+    def run(rows: Tensor) -> Tensor:
+        with layers.of(next(calls)):
+            return each(rows)
+
+    return run
 
 
 def outputs_of(
-    model: nn.Module, data: Data, split: Split, *, covered: bool = False
+    model: nn.Module, data: Data, split: Split, *, covered: LayerDraws | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield places in a split, and the logits of the samples there, until all are done.
 
@@ -249,17 +261,18 @@ def outputs_of(
         model: the network, on the device of ``data``.
         data: facts of the records, and how they are standardised.
         split: samples.
-        covered: whether epsilon covers what is computed from the logits: then no sample changes the
-            logits of another. This is slower.
+        covered: secret random numbers of the network's layers, used only here, if epsilon covers
+            what is computed from the logits: then no sample changes the logits of another. This is
+            slower. None if it does not.
 
     Yields:
         a slice of the split, and logits of shape (samples there, outputs).
     """
     shape = split.images.shape[1:]
     most, run = RECORDS, None
-    if covered:
+    if covered is not None:
         most = next(places(ROWS, shape, ROWS)).stop  # the same for any number of samples
-        run = _alone(model, data, most)
+        run = _alone(model, data, most, covered)
     batches = list(places(len(split), shape, most))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     return zip(batches, outputs(model, inputs, run), strict=True)
@@ -295,15 +308,17 @@ def losses(model: nn.Module, data: Data, split: Split) -> Tensor:
     return values
 
 
-def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
+def evaluate(
+    model: nn.Module, data: Data, split: Split, *, covered: LayerDraws | None = None
+) -> Evaluation:
     """Score every sample of a split.
 
     Args:
         model: the network, on the device of ``data``, which is put in evaluation mode meanwhile.
         data: facts of the records, and how they are standardised.
         split: samples to score, at least one.
-        covered: whether the score is covered by epsilon: then none changes the score of another.
-            Noise is not added here.
+        covered: secret random numbers of the network's layers, used only here, if the score is
+            covered by epsilon: then none changes the score of another. Noise is not added here.
     """
     standard = build_loss(data.task.losses[0])
     kind = torch.promote_types(dtype_of(model), torch.float32)

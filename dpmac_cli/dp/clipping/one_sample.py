@@ -4,18 +4,18 @@ They are the reference with which gradients by rule are compared when a network 
 the way to run networks that vmap cannot run.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.copies import copied, without_memory
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import (
     Weigh,
@@ -26,8 +26,6 @@ from dpmac_cli.dp.weights import (
     of_unit,
 )
 from dpmac_cli.errors import ModelError
-
-Module = TypeVar("Module", bound=nn.Module)
 
 #: Largest error of gradients in float64, relative to the layer's largest.
 TOLERANCE = 1e-6
@@ -97,7 +95,7 @@ class OneSample:
         apart = apart or WeightsApart(self._views)
         with nullcontext() if self._rowwise else apart:
             outputs = network(rows)
-            loss_of = _without_memory(self._loss_of)
+            loss_of = without_memory(self._loss_of, "The loss")
             of_loss = outputs.float() if self.single else outputs
             losses = loss_of(of_loss, labels)
         if self._weigh is not None:
@@ -141,32 +139,6 @@ class OneSample:
                     loss.backward()  # type: ignore[no-untyped-call]
             gradients = {name: _take_gradient(p) for name, p in trained.items()}
             yield loss.detach(), weight, gradients
-
-
-def _without_memory(loss: Loss) -> Loss:
-    """Return a copy of a loss that is a module, so that no record leaves anything in its buffers.
-
-    Its parameters, such as those of a teacher, are not copied.
-    """
-    if not isinstance(loss, nn.Module):
-        return loss
-    return copied(loss, loss.parameters())
-
-
-def copied(module: Module, shared: Iterable[Tensor] = ()) -> Module:
-    """Return a deep copy of a module.
-
-    Args:
-        module: a network or a loss.
-        shared: tensors of the module that the copy shares with it.
-
-    Example:
-        >>> module = nn.BatchNorm1d(2)
-        >>> copy_of = copied(module, module.parameters())
-        >>> copy_of.weight is module.weight, copy_of.running_mean is module.running_mean
-        (True, False)
-    """
-    return copy.deepcopy(module, {id(t): t for t in shared})
 
 
 def _take_gradient(p: Tensor) -> Tensor | None:

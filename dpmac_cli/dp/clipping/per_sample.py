@@ -41,7 +41,6 @@ from dpmac_cli.dp.clipping.one_sample import (
     TOLERANCE,
     OneSample,
     alike,
-    copied,
     sample_of,
 )
 from dpmac_cli.dp.clipping.order_of_sums import Elementwise
@@ -51,6 +50,7 @@ from dpmac_cli.dp.clipping.vmap_support import (
     reason_of_vmap,
     unwrapped,
 )
+from dpmac_cli.dp.copies import copied
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.dp.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.dp.weights import (
