@@ -177,6 +177,7 @@ class Silo:
             self._settings["account"] = account.number
         self._lock: FileLock | None = None
         self._answered: PrivateStep | None = None
+        self._notes: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
         """Lock the folder, and read its account.
@@ -246,6 +247,15 @@ class Silo:
         return self._open.statement
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on settings and network, for whoever runs the silo; () before a round.
+
+        They are those of the last round that this object has taken: see
+        :attr:`.PrivateStep.notes`. None is about a record.
+        """
+        return self._notes
+
+    @property
     def _open(self) -> Account:
         """Return the account. Raises SiloError outside of ``with``."""
         if self._lock is None:
@@ -304,6 +314,7 @@ class Silo:
         rounds.write(self.folder)
         for batch in islice(step.loader(self._records), self._steps):
             step(batch)
+        self._notes = step.notes
         reply = Reply(copies_of(_parameters(step.model)), self._claim())
         self._save(step, reply)
         entry.sent = digest(reply.weights, {})

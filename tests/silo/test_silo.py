@@ -691,6 +691,19 @@ def test_a_network_that_was_trained_before_is_no_start(folder: Path) -> None:
         silo(folder.parent / "other", network=step.model)
 
 
+def test_whoever_runs_a_silo_reads_the_notes_on_its_network(folder: Path) -> None:
+    class Counting(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            x.sum().item()  # which vmap cannot run
+            result: Tensor = super().forward(x)
+            return result
+
+    with silo(folder, network=Counting(nn.Linear(4, 2)), isolate=True) as opened:
+        assert opened.notes == ()
+        opened.round("run", 1, {f"0.{name}": p for name, p in nn.Linear(4, 2).named_parameters()})
+        assert any("one record after the other" in note for note in opened.notes)
+
+
 def test_a_federation_of_its_claims(folder: Path) -> None:
     claims = [ask(folder, number).claim for number in (1, 2)]
     assert federation(claims).epsilon == cost(2 * STEPS)
