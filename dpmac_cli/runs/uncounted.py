@@ -21,7 +21,7 @@ from dpmac_cli.features.stored import featured
 from dpmac_cli.features.tables import TableInputs
 from dpmac_cli.features.targets import target_moments, target_range
 from dpmac_cli.files import cache_folder
-from dpmac_cli.models.dataset import Data
+from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
@@ -60,10 +60,10 @@ class Uncounted:
         records, features = self.plan.facts.records, self.plan.features
         assert features is not None  # noqa: S101  (a table has them)
         zeros = torch.zeros(features.shape_of(records), device=self.data.gain.device)
-        return self.data.replaced_by(
-            replace(split, images=zeros.expand(len(split), *zeros.shape))
-            for split in self.data.splits
-        )
+        splits = list[Split]()
+        for split in self.data.splits:
+            splits.append(replace(split, images=zeros.expand(len(split), *zeros.shape)))
+        return self.data.replaced_by(splits)
 
     def counted(self, noise: SeededNormals, begin: Callable[[TrainingEvent], None]) -> Data:
         """Find ranges by noisy counts of the training records, and return the inputs of all rows.

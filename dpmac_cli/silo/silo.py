@@ -452,12 +452,14 @@ class Silo:
     def _check_kept(self) -> None:
         """Raise InputError if the folder has other settings, or an account that is older."""
         settings, earlier = self._settings, self._rounds.settings
-        changed = [name for name in settings | earlier if settings.get(name) != earlier.get(name)]
+        changed = list[str]()
+        for name in sorted(settings | earlier):
+            if settings.get(name) != earlier.get(name):
+                changed.append(name)
         if changed:
             raise InputError(
                 f"The silo in {self.folder} was begun with other settings: "
-                f"{', '.join(sorted(changed))}. Use the same ones, because its noise was chosen "
-                "for them."
+                f"{', '.join(changed)}. Use the same ones, because its noise was chosen for them."
             )
         if self._shared is not None and self._shared.number != self._account.number:
             raise InputError(
