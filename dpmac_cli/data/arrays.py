@@ -83,19 +83,18 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     )
     splits = []
     for side, y in zip(sides, targets, strict=True):
-        x = inputs_of(side.x, facts.records)
-        splits.append(Split(x, y, side.unit))
+        splits.append(side._replace(x=inputs_of(side.x, facts.records), y=y))
     train, *tests = splits
     if crafted is not None:
-        x, y, _ = crafted.records
-        encoded = Split(inputs_of(x, facts.records), task.encoded(y))
-        crafted = replace(crafted, records=encoded)
-    return Dataset(train, tests[0] if tests else None, facts, notes, crafted)
+        records = crafted.records
+        x, y = inputs_of(records.x, facts.records), task.encoded(records.y)
+        crafted = replace(crafted, records=records._replace(x=x, y=y))
+    return Dataset(train, tests[0] if tests else None, facts, notes, crafted=crafted)
 
 
 def _crafted(
     declared: Declaration, reading: Reading, arrays: ArrayDict, task: Task
-) -> Crafted | None:
+) -> Crafted[Split] | None:
     """Return the records that an audit makes up, as a reader returns them; None without an audit.
 
     Args:
@@ -132,7 +131,7 @@ def _facts_of(
     arrays: ArrayDict,
     task: Task,
     sides: Sequence[Split],
-    crafted: Crafted | None,
+    crafted: Crafted[Split] | None,
 ) -> DataFacts:
     """Return the public facts of a dataset, but for classes that were inferred.
 
@@ -149,13 +148,13 @@ def _facts_of(
         InputError: settings do not fit the kind of the records.
     """
     settings = declared.settings
-    counts = []
-    for _, y, unit in sides:
-        counts.append(len(y if unit is None else np.unique(unit)))
-    train, *tests = counts
-    train -= 0 if crafted is None else int(crafted.coins.sum())
+    train, *tests = sides
+    train_size = train.size
+    if crafted is not None:
+        train_size -= int(crafted.coins.sum())
+    test_size = tests[0].size if tests else 0
     records = _records_of(declared, reading, arrays)
-    known = dataset_of((train, sum(tests)), records, task)
+    known = dataset_of((train_size, test_size), records, task)
     inferred = list[str]()
     if reading.converted and settings.channels is None:
         inferred.append("channels")

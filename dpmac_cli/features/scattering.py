@@ -74,7 +74,8 @@ class Scattering(nn.Module):
         parts = (planes.unsqueeze(1), 0), (fine, 0), (coarse, 1), (second.flatten(1, 2), 1)
         smooth = []  # one value per 4 pixels, without padding
         for signal, octave in parts:
-            down, across = (self.get_buffer(f"average_{octave}_{axis}") for axis in (0, 1))
+            down = self.get_buffer(f"average_{octave}_0")
+            across = self.get_buffer(f"average_{octave}_1")
             smooth.append(down @ signal @ across.T)
         return torch.cat(smooth, 1)
 
