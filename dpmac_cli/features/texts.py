@@ -356,7 +356,8 @@ class TextFeatures(OnTexts):
         lengths = token_mask(ids).sum(1)
         padded = -(lengths // -LENGTHS) * LENGTHS
         padded = padded.clamp(max=max(ids.shape[1], self.encoder.config.longest))
-        ids = pad(ids, (0, max(0, int(padded.max()) - ids.shape[1])))
+        missing = max(0, int(padded.max()) - ids.shape[1])
+        ids = pad(ids, (0, missing))
         for length in sorted(set(padded.tolist())):
             for places in torch.split((padded == length).nonzero()[:, 0], AT_ONCE):
                 rows = -(-len(places) // FILLED) * FILLED
