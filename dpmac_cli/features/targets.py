@@ -82,12 +82,11 @@ def target_moments(
     sums = torch.from_numpy(_moment_sums(values, low, high, owners))
     # The grid divides the sums, so rounding to it adds nothing to the sensitivity.
     counted = max(len(values) if units is None else units, 1)
-    multiplier = event.noise_multiplier * math.sqrt(2)
-    mechanism = SecureMechanism(multiplier, counted)
+    mechanism = SecureMechanism.of(event, counted, sensitivity=math.sqrt(2))
     first, second = mechanism.release(sums, ball(1.0, sums), noise).value.tolist()
     mean = min(max(first, -1.0), 1.0)
     # Noise must not make it far too small: what is far from the mean is clipped.
-    above = ABOVE * multiplier / counted
+    above = ABOVE * mechanism.noise_multiplier / counted
     variance = max(second - mean**2 + above, 0.0)
     spread = min(max(math.sqrt(variance), LEAST_SPREAD), 1.0)
     half = (high - low) / 2
