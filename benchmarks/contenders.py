@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import places_of
 from dpmac_cli.config.datasets import DATASETS, Dataset
 from dpmac_cli.config.networks import MODELS
@@ -305,10 +306,8 @@ def ours(
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
     sampler, noise = None, None
     if ranks is None or ranks.leads:
-        rate = size.batch / len(data.train)
-        sampler = KeyedSampler(
-            "poisson", size=len(data.train), rate=rate, steps=1, key=keys.sampler, secure=secure
-        )
+        step = TrainingEvent(size.batch / len(data.train), SIGMA, 1)
+        sampler = KeyedSampler(step, size=len(data.train), key=keys.sampler, secure=secure)
         noise = Noise(keys.noise, secure=secure)
     model = size.build().to(data.gain.device)
     event, processes = config.event.first(10**6), ranks or Ranks()

@@ -170,13 +170,7 @@ class AttackedTrainer(Trainer):
         super().__init__(sums, plan=plan, **given)
         keys, event = make_keys(plan.settings.seed), plan.event
         records = plan.facts.train_size
-        self.sampler = KeyedSampler(
-            event.sampler,
-            size=records + self.made,
-            rate=event.sampling_rate,
-            steps=event.steps_per_epoch,
-            key=keys.sampler,
-        )
+        self.sampler = KeyedSampler(event, size=records + self.made, key=keys.sampler)
         self.canaries = Canaries(
             trained=sums.trained_mask,
             rate=event.sampling_rate,

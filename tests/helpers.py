@@ -255,9 +255,6 @@ def make_trainer(
     torch.set_num_threads(1)
     data, keys = data or tiny_data(dtype), make_keys(seed)
     records, batch = data.train.size, int(mechanism.expected_batch)
-    sampler = sampler or KeyedSampler(
-        "poisson", size=records, rate=min(1.0, batch / records), steps=1, key=keys.sampler
-    )
     leads = ranks is None or ranks.leads
     drawn = plan.settings.augment is not None or data.train.units
     layers = LayerDraws(keys.layers) if drawn else None
@@ -266,6 +263,7 @@ def make_trainer(
     overflow = overflow_of(plan.settings.delta)
     event = TrainingEvent(rate, mechanism.noise_multiplier, 10**6, overflow=overflow)
     ranks_of = ranks or Ranks()
+    sampler = sampler or KeyedSampler(event, size=records, key=keys.sampler)
     count = places_of(event, records, ranks_of.size)
     places = RandomPlaces(keys.layers, count, ranks_of.rank)
     with full_float32():

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
-from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness import layers, noise
 from dpmac_cli.randomness.keystream import (
@@ -109,9 +109,8 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     assert trainer.noise is not None
     assert trainer.sampler is not None
     assert torch.equal(trainer.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
-    event, size = config.event, config.facts.train_size
-    rate, steps = event.sampling_rate, event.steps_per_epoch
-    twin = KeyedSampler(sampler, size=size, rate=rate, steps=steps, key=keys.sampler)
+    assert config.event.sampler == sampler
+    twin = KeyedSampler(config.event, size=config.facts.train_size, key=keys.sampler)
     assert trainer.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
         assert keys == make_keys(seed)
@@ -123,7 +122,7 @@ def test_a_stream_without_a_key_cannot_draw() -> None:
     uses: list[Callable[[], Any]] = [
         lambda: Noise(b""),
         lambda: generator(b""),
-        lambda: KeyedSampler("poisson", size=5, rate=0.4, steps=3, key=b""),
+        lambda: KeyedSampler(TrainingEvent(0.4, 1.0, 3), size=5, key=b""),
         lambda: LayerDraws(b"").words(1, np.arange(2), 1),
     ]
     for use in uses:

@@ -511,10 +511,11 @@ def test_a_training_record_more_moves_no_other_to_another_cell() -> None:
 @pytest.mark.promise("histogram")
 def test_each_record_is_drawn_for_a_histogram_independently_and_in_secret() -> None:
     rate, records = 0.3, 40
+    event = histogram_event(1.0, rate)
     split = Split(torch.arange(records)[:, None], torch.arange(records))
     drawn = np.zeros((600, records))
     for place in range(len(drawn)):
-        found = drawn_from(split, rate, place.to_bytes(32, "little"))
+        found = drawn_from(split, event, place.to_bytes(32, "little"))
         assert torch.equal(found.images[:, 0], found.labels)
         drawn[place, found.labels.numpy()] = 1
     assert abs(drawn.mean(0) - rate).max() < 5 * math.sqrt(rate * (1 - rate) / len(drawn))
@@ -534,7 +535,8 @@ def test_records_of_a_file_are_drawn_like_those_in_memory(tmp_path: Path) -> Non
     labels, order = torch.arange(40), np.random.default_rng(0).permutation(40)
     far = Split(torch.empty(40, 2, device="meta"), labels, file=Rows(file, order))
     near = Split(torch.from_numpy(numbers[order]), labels)
-    found = [drawn_from(split, 0.4, bytes(32)) for split in (far, near)]
+    event = histogram_event(1.0, 0.4)
+    found = [drawn_from(split, event, bytes(32)) for split in (far, near)]
     (x, y), (other, same) = (split.at(slice(3, 9)) for split in found)
     assert torch.equal(x, other)
     assert torch.equal(y, same)
@@ -545,9 +547,9 @@ def test_a_person_is_drawn_for_a_histogram_with_all_records_or_none() -> None:
     names = np.random.default_rng(0).permutation(np.repeat(np.arange(30), np.arange(1, 31)))
     labels = torch.from_numpy(names)
     split = Split(labels[:, None], labels, units=units_of(names))
-    sizes = []
+    sizes, event = [], histogram_event(1.0, 0.4)
     for place in range(200):
-        found = drawn_from(split, 0.4, place.to_bytes(32, "little"))
+        found = drawn_from(split, event, place.to_bytes(32, "little"))
         kept = found.labels.numpy()
         assert sorted(kept) == sorted(names[np.isin(names, kept)])
         assert found.units is not None

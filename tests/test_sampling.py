@@ -37,10 +37,8 @@ each_way = pytest.fixture(scope="module", params=[False, True], ids=["numpy", "c
 def sampler_of(
     name: str, size: int, batch: int, secure: bool, seed: int = 1, base: int = 0
 ) -> Sampler:
-    rate, steps = batch / size, math.ceil(size / batch)
-    return KeyedSampler(
-        name, size=size, rate=rate, steps=steps, key=a_key(seed), secure=secure, base=base
-    )
+    event = TrainingEvent(batch / size, 1.0, 1, name, math.ceil(size / batch))
+    return KeyedSampler(event, size=size, key=a_key(seed), secure=secure, base=base)
 
 
 def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:

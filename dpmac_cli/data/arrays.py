@@ -56,15 +56,16 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
     """
     check_name(declared.path.name)
     arrays = _with_declared(declared, reading.arrays)
+    reading = replace(reading, arrays=arrays)
     number = number_in(arrays, declared)
     check_arrays(arrays, declared, numbers=number is not None)
     left_out = reading.left_out + without_tested_units(arrays, declared)
     task = task_in(arrays, declared, number, reading.classes)
     # Classes that are not declared were read from the records.
     named = CLASSES in arrays or not isinstance(task, Classification)
-    crafted = _crafted(declared, reading, arrays, task)
+    crafted = _crafted(declared, reading, task)
     sides, contents = train_and_test(arrays, None if named else task.names, declared, crafted)
-    facts = _facts_of(declared, reading, arrays, task, sides, crafted)
+    facts = _facts_of(declared, reading, task, sides, crafted)
     if not named:
         facts = replace(facts, inferred=(*facts.inferred, "classes"))
     with code_of_program(f"The task '{task.kind}'", declared):
@@ -78,37 +79,33 @@ def dataset_of_arrays(declared: Declaration, reading: Reading) -> Dataset:
         untested=untested,
         copies=0 if facts.unit else copies,
         tested=tested,
-        remarks=_remarks(declared, reading, arrays, number),
-        expected=copies > 0 and _are_copies_expected(arrays, declared),
+        remarks=_remarks(declared, reading, number),
+        expected=copies > 0 and _are_copies_expected(declared, reading),
     )
     splits = []
     for side, y in zip(sides, targets, strict=True):
-        x = inputs_of(side.x, facts.records)
-        splits.append(Split(x, y, side.unit))
+        splits.append(side._replace(x=inputs_of(side.x, facts.records), y=y))
     train, *tests = splits
     if crafted is not None:
-        x, y, _ = crafted.records
-        encoded = Split(inputs_of(x, facts.records), task.encoded(y))
-        crafted = replace(crafted, records=encoded)
-    return Dataset(train, tests[0] if tests else None, facts, notes, crafted)
+        records = crafted.records
+        x, y = inputs_of(records.x, facts.records), task.encoded(records.y)
+        crafted = replace(crafted, records=records._replace(x=x, y=y))
+    return Dataset(train, tests[0] if tests else None, facts, notes, crafted=crafted)
 
 
-def _crafted(
-    declared: Declaration, reading: Reading, arrays: ArrayDict, task: Task
-) -> Crafted | None:
+def _crafted(declared: Declaration, reading: Reading, task: Task) -> Crafted[Split] | None:
     """Return the records that an audit makes up, as a reader returns them; None without an audit.
 
     Args:
         declared: the dataset, with the number of these records and the seed.
-        reading: records of the dataset, of which the kind alone is used.
-        arrays: arrays of the dataset, of which the shapes alone are used.
+        reading: records of the dataset, of which kind and shapes alone are used.
         task: what is predicted.
     """
     settings = declared.settings
     if settings.canaries is None:
         return None
-    records = _records_of(declared, reading, arrays)
-    like = Split(arrays["x"], arrays["y"])
+    records = _records_of(declared, reading)
+    like = Split(reading.arrays["x"], reading.arrays["y"])
     return crafted_records(records, task, settings.canaries, like, settings.seed)
 
 
@@ -129,17 +126,15 @@ def _with_declared(declared: Declaration, arrays: ArrayDict) -> ArrayDict:
 def _facts_of(
     declared: Declaration,
     reading: Reading,
-    arrays: ArrayDict,
     task: Task,
     sides: Sequence[Split],
-    crafted: Crafted | None,
+    crafted: Crafted[Split] | None,
 ) -> DataFacts:
     """Return the public facts of a dataset, but for classes that were inferred.
 
     Args:
         declared: the dataset.
-        reading: what its reader says of the records.
-        arrays: arrays of the dataset, checked.
+        reading: its records, checked.
         task: what is predicted.
         sides: training and, if there are any, test records, with crafted ones.
         crafted: records of an audit. They are not counted: whoever reads the facts must not learn
@@ -148,14 +143,14 @@ def _facts_of(
     Raises:
         InputError: settings do not fit the kind of the records.
     """
-    settings = declared.settings
-    counts = []
-    for _, y, unit in sides:
-        counts.append(len(y if unit is None else np.unique(unit)))
-    train, *tests = counts
-    train -= 0 if crafted is None else int(crafted.coins.sum())
-    records = _records_of(declared, reading, arrays)
-    known = dataset_of((train, sum(tests)), records, task)
+    settings, arrays = declared.settings, reading.arrays
+    train, *tests = sides
+    train_size = train.size
+    if crafted is not None:
+        train_size -= int(crafted.coins.sum())
+    test_size = tests[0].size if tests else 0
+    records = _records_of(declared, reading)
+    known = dataset_of((train_size, test_size), records, task)
     inferred = list[str]()
     if reading.converted and settings.channels is None:
         inferred.append("channels")
@@ -177,18 +172,18 @@ def _facts_of(
     )
 
 
-def _records_of(declared: Declaration, reading: Reading, arrays: ArrayDict) -> Images | Numbers:
+def _records_of(declared: Declaration, reading: Reading) -> Images | Numbers:
     """Return what the records are: their kind, shape, and public constants.
 
     Args:
         declared: the dataset.
-        reading: what its reader says of the records.
-        arrays: arrays of the dataset, checked.
+        reading: its records, checked.
 
     Raises:
         InputError: settings are for another kind of records.
     """
-    x, settings = arrays["x"], declared.settings
+    settings, arrays = declared.settings, reading.arrays
+    x = arrays["x"]
     if not reading.converted:
         sizes = {"{channels}": settings.channels, "{image_size}": settings.image_size}
         for setting, size in sizes.items():
@@ -230,29 +225,27 @@ def _constants(
     return mean, std
 
 
-def _remarks(
-    declared: Declaration, reading: Reading, arrays: ArrayDict, number: Regression | None
-) -> tuple[str, ...]:
+def _remarks(declared: Declaration, reading: Reading, number: Regression | None) -> tuple[str, ...]:
     """Return private remarks on records: those of their reader, and on ranges of numbers.
 
     Args:
         declared: the dataset.
-        reading: what its reader says of the records.
-        arrays: arrays of the dataset, checked.
+        reading: its records, checked.
         number: the number to predict; None for classes.
     """
-    x = arrays["x"]
+    x = reading.arrays["x"]
     if not is_numbers(x):
         return reading.remarks
-    on_ranges = remarks_on_ranges(by_column(x), arrays, declared, number)
+    on_ranges = remarks_on_ranges(by_column(x), reading.arrays, declared, number)
     return (*reading.remarks, *on_ranges)
 
 
-def _are_copies_expected(arrays: ArrayDict, declared: Declaration) -> bool:
+def _are_copies_expected(declared: Declaration, reading: Reading) -> bool:
     """Return whether equal records are a matter of course; of images they never are.
 
     See :func:`~dpmac_cli.data.held_out.are_expected`.
     """
+    arrays = reading.arrays
     if not is_numbers(arrays["x"]):
         return False
     x = arrays["x"].reshape(len(arrays["x"]), -1)

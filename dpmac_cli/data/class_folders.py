@@ -10,6 +10,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,10 +104,11 @@ class ClassFolders:
             sizes.append(len(files))
         self._part_of = np.repeat(range(len(sizes)), sizes)
         self.names = [file.path.removeprefix(f"{declared.path}{os.sep}") for file in self.files]
-        self._units = list[str]()
+        units = list[str]()
         if declared.settings.unit:
-            self._units = units_of_files(self.names, declared.settings.unit, len(sizes))
-        self._no_unit = [row for row, unit in enumerate(self._units) if not unit]
+            units = units_of_files(self.names, declared.settings.unit, len(sizes))
+        self._units = np.array(units, np.str_)
+        self._no_unit = np.flatnonzero(self._units == "").tolist()
         self._skip_files_without_unit()
 
     def _skip_files_without_unit(self) -> None:
@@ -202,7 +204,6 @@ class ClassFolders:
         self._refuse(bad.values())
         of_files = np.array([file.label for file in self.files], np.int64)
         names = np.array(self.names, object)
-        units = np.array(self._units, np.str_)
         for place, part in enumerate(self._parts):
             side = "_test" if place else ""
             rows = np.flatnonzero(is_used & (self._part_of == place))
@@ -210,8 +211,8 @@ class ClassFolders:
             arrays[f"x{side}"] = x(rows)
             arrays[f"y{side}"] = labels
             arrays[f"key{side}"] = names[rows]
-            if self._units:
-                arrays[f"unit{side}"] = units[rows]
+            if self._declared.settings.unit:
+                arrays[f"unit{side}"] = self._units[rows]
             self._check_part(part, labels)
         raise_errors(self.faults)
         return arrays
@@ -253,8 +254,10 @@ def splits_of(declared: Declaration) -> list[Path]:
         InputError: there are several test sets, or one folder without its counterpart.
     """
     root, classes = declared.path, declared.classes
-    names = [name for name in (TRAIN, *TESTS) if name not in (classes or ())]
-    parts = [root / name for name in names if (root / name).is_dir()]
+    parts = []
+    for name in (TRAIN, *TESTS):
+        if name not in (classes or ()) and (root / name).is_dir():
+            parts.append(root / name)
     if len(parts) > 2:
         several = ", ".join(part.name for part in parts)
         raise InputError(f"{root} contains {several}. Keep one test set, and move the others away.")
@@ -292,7 +295,7 @@ def is_hidden(name: str) -> bool:
 
 def visible(names: Iterable[str]) -> list[str]:
     """Return the names of files in alphabetical order, without hidden ones."""
-    return sorted(name for name in names if not is_hidden(name))
+    return sorted(filterfalse(is_hidden, names))
 
 
 def tree(

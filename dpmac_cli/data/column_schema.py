@@ -226,9 +226,13 @@ class Column(Written):
         """Add the type that follows from range, categories or text; ``missing`` without them."""
         if not isinstance(contents, dict):
             return contents
-        declared = [kind for kind in ("number", "category", "text") if contents.get(VALUES[kind])]
+        declared = []
+        for kind in ("number", "category", "text"):
+            if contents.get(VALUES[kind]):
+                declared.append(kind)
         if contents.get("type") is None:
-            others = {key: value for key, value in contents.items() if key != "type"}
+            others = dict(contents)
+            others.pop("type", None)
             return {**others, "type": declared[0]} if declared else others
         if not declared and contents.get("missing") is None:
             return {**contents, "missing": "input"}
@@ -253,7 +257,7 @@ class Column(Written):
         if self.range is not None and self.ends[0] >= self.ends[1]:
             end, order = ("date", "earlier") if self.type == "date" else ("number", "smaller")
             raise ValueError(f"the first {end} of a range must be {order} than the second")
-        different = {category.lower() for category in self.categories}
+        different = set(map(str.lower, self.categories))
         if self.type == "boolean" and self.categories and len(different) != 2:
             raise ValueError(
                 "type: boolean needs two categories, false and true, such as categories: [no, yes]"

@@ -28,7 +28,7 @@ def crafted_records(
     count: int,
     like: Split,
     seed: int | None,
-) -> Crafted:
+) -> Crafted[Split]:
     """Return K = ``count`` records with random inputs and targets, and a fair coin for each.
 
     Args:

@@ -10,8 +10,9 @@ out.
 import codecs
 import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -27,6 +28,8 @@ from dpmac_cli.errors import InputError
 #: Characters that may separate columns without a declaration: the most frequent in the header does.
 DELIMITERS = ",;\t|"
 LINE_END, LINE_END_OF_TEXT = re.compile(rb"\r\n|\n|\r"), re.compile(r"\r\n|\n|\r")
+#: Half of a pair of UTF-16 without the other half.
+SURROGATE = re.compile("[\ud800-\udfff]")
 #: Encoding that is read by its byte order mark, such as "Unicode text" of Excel.
 UTF16 = "utf-16"
 #: Largest number of bytes that are parsed at a time; a record may be as long.
@@ -60,7 +63,7 @@ class CsvFile:
         with self._begin() as file:
             lines = csv.reader(file, delimiter=self.delimiter())
             names = next(lines, [])
-        if any("\0" in name for name in names):
+        if "\0" in "".join(names):
             raise ValueError(
                 "line 1 has zero bytes, so it is no text, or UTF-16 without a byte order mark: "
                 "save the table as UTF-8"
@@ -155,17 +158,20 @@ class CsvFile:
             texts, None for one that is not text, and numbers of lines, from 1.
         """
         lines = self._lines()
-        numbers = list(range(1, len(lines) + 1))
+        begins: Sequence[int] = range(len(lines) + 1)
         if not skip_bad:
             is_odd = [line is not None and line.count('"') % 2 for line in lines]
             is_outside = np.cumsum(is_odd) % 2 == 0
             ends = 1 + np.flatnonzero(is_outside)
             begins = sorted({0, *ends.tolist(), len(lines)})
-            if len(begins) <= len(lines):
-                lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
-                numbers = [first + 1 for first in begins[:-1]]
-        is_used = [line != "" for line in lines]
-        return list(compress(lines, is_used)), list(compress(numbers, is_used))
+        records = list[str | None]()
+        numbers = list[int]()
+        for first, end in pairwise(begins):
+            record = lines[first] if end == first + 1 else _joined(lines[first:end])
+            if record != "":
+                records.append(record)
+                numbers.append(first + 1)
+        return records, numbers
 
     def _parsed(
         self,
@@ -231,4 +237,4 @@ def _text(line: bytes, encoding: str) -> str | None:
 
 def _is_text(line: str) -> bool:
     """Return whether a line has no half of a surrogate pair."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in line)
+    return SURROGATE.search(line) is None

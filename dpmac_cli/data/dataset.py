@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,11 @@ class Split(NamedTuple):
     y: NDArray[Any]
     unit: NDArray[Any] | None = None
 
+    @property
+    def size(self) -> int:
+        """Return the number of units of privacy, that of records if each record is one."""
+        return len(self.y if self.unit is None else np.unique(self.unit))
+
     def at(self, rows: NDArray[Any]) -> "Split":
         """Return some records with their targets and units.
 
@@ -41,20 +46,24 @@ class Split(NamedTuple):
         return Split(self.x[rows], self.y[rows], unit)
 
 
+#: Records of one side of a dataset: in arrays, or on a device.
+Side = TypeVar("Side")
+
+
 @dataclass(frozen=True)
-class Crafted:
+class Crafted(Generic[Side]):
     """Records that an audit made up, all of them, and whether each is among the training records.
 
     Attributes:
-        records: K records and their targets, of no unit: as a reader returns them, and in a
-            :class:`Dataset` as a network takes them.
+        records: K records and their targets, of no unit: as a reader returns them, and in
+            :class:`TrainAndTest` as a network takes them.
         coins: which records are trained on, bool, shape (K,). They are secret while training.
     """
 
-    records: Split
+    records: Side
     coins: NDArray[np.bool_]
 
-    def added_to(self, train: Split) -> Split:
+    def added_to(self: "Crafted[Split]", train: Split) -> Split:
         """Return training records with the crafted ones that are in, each a unit of its own.
 
         Args:
@@ -74,29 +83,38 @@ class Crafted:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Records of a dataset, their public facts, and private notes on them.
+class TrainAndTest(Generic[Side]):
+    """Records of a dataset, all in one form: in arrays (:class:`Dataset`), or on a device.
 
     Attributes:
-        train: records to train on.
-        test: records to test on; None if there are none.
-        facts: what is public.
-        notes: findings about records, for the person who holds them.
+        train: private records to train on.
+        test: records to test on, which the guarantee does not cover; None if there are none.
         crafted: records of an audit; None without one.
     """
 
-    train: Split
-    test: Split | None
-    facts: DataFacts
-    notes: PrivateNotes = field(default=PrivateNotes(), repr=False)
-    crafted: Crafted | None = field(default=None, repr=False)
+    train: Side
+    test: Side | None
+    crafted: Crafted[Side] | None = field(default=None, repr=False, kw_only=True)
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[Side, ...]:
         """Return the training records, and the test records if there are any."""
         if self.test is None:
             return (self.train,)
         return self.train, self.test
+
+
+@dataclass(frozen=True)
+class Dataset(TrainAndTest[Split]):
+    """Records of a dataset in arrays, their public facts, and private notes on them.
+
+    Attributes:
+        facts: what is public.
+        notes: findings about records, for the person who holds them.
+    """
+
+    facts: DataFacts
+    notes: PrivateNotes = field(default=PrivateNotes(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -144,7 +162,7 @@ class Declaration:
         """Return class names, in the order of the labels; None if settings declare none."""
         if not self.settings.classes:
             return None
-        return tuple(name.strip() for name in self.settings.classes.split(","))
+        return tuple(map(str.strip, self.settings.classes.split(",")))
 
     @property
     def ends(self) -> tuple[float, float] | None:

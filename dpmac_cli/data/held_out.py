@@ -33,7 +33,7 @@ def train_and_test(
     arrays: ArrayDict,
     classes: Sequence[str] | None,
     declared: Declaration,
-    crafted: Crafted | None = None,
+    crafted: Crafted[Split] | None = None,
 ) -> tuple[list[Split], list[list[bytes]]]:
     """Return training and test records, and a hash of the contents of each.
 
@@ -58,7 +58,7 @@ def train_and_test(
     if crafted is not None:
         sides[0] = crafted.added_to(sides[0])
     train = sides[0]
-    contents = [_contents(part.x, part.y) for part in sides]
+    contents = list(map(_contents, sides))
     if len(sides) == 1 and declared.settings.test_fraction:
         names = arrays.get("key") if train.unit is None else train.unit
         keys = copy_keys(contents[0]) if names is None else map(os.fsencode, names.tolist())
@@ -94,18 +94,17 @@ def _check_units_differ(
         )
 
 
-def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
-    """Return a hash of the values of each record and its target.
+def _contents(side: Split) -> list[bytes]:
+    """Return a hash of the values of each record and its target; those in a file are read in turn.
 
     Args:
-        x: records, shape (records, ...), or :class:`~dpmac_cli.data.cache.Rows`, which are read
-            one by one.
-        y: targets, shape (records, ...).
+        side: records and their targets.
     """
+    x = side.x
     numbers = is_numbers(x)
     records = (x.file.values[row] for row in x.rows) if isinstance(x, Rows) else x
     hashes = []
-    for record, target in zip(records, y, strict=True):
+    for record, target in zip(records, side.y, strict=True):
         values = key_of(record, target, numbers)
         hashes.append(hash_of(values))
     return hashes
@@ -176,9 +175,11 @@ def split(
     if classes is not None:
         tested = set(y[held_out].tolist())
         trained = set(y[~held_out].tolist())
-        only = [classes[label] for label in sorted(tested - trained)]
+        faults = []
+        for label in sorted(tested - trained):
+            faults.append(f"All records of the class {classes[label]} are held out")
         refuse(
-            [f"All records of the class {name} are held out" for name in only],
+            faults,
             " Use a smaller {test_fraction} or another {split_seed}, add records, or declare "
             "the classes with {classes}.",
         )

@@ -132,7 +132,10 @@ def _label_of(
     """
     if not declared.labels or not is_labelled(declared.settings.task):
         return None
-    with_names = [name for name, feature in features.items() if getattr(feature, "names", None)]
+    with_names = []
+    for name, feature in features.items():
+        if getattr(feature, "names", None):
+            with_names.append(name)
     if len(with_names) == 1:
         return with_names[0]
     for name in LABELS:

@@ -178,7 +178,7 @@ def from_dataframe(
     numbers = [] if label is None or "classes" in contents["label"] else [label]
     used = (*contents["columns"], *numbers)
     inferred = list[str]()
-    if any(column not in declared for column in used):
+    if not declared.keys() >= set(used):
         inferred.append("kinds of columns")
     if label is not None and classes is None and not numbers:
         inferred.append("classes")

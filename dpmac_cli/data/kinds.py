@@ -92,7 +92,7 @@ def _kind(name: str, cells: pa.Array) -> str:
     return "category"
 
 
-def _are_truth_values(words: set[str | None]) -> bool:
+def _are_truth_values(words: set[str]) -> bool:
     """Return whether words, in lower case, are one for true and one for false."""
     true, false = words & {*TRUE}, words & {*FALSE}
     return len(words) == 2 and len(true) == len(false) == 1
@@ -158,7 +158,7 @@ def classes_of(cells: pa.Array) -> list[str]:
     different = text.filter(has_value).drop_null().unique()
     if len(different) > MOST_CLASSES:
         return []
-    return sorted(cell or "" for cell in decoded_cells(different))
+    return sorted(decoded_cells(different))
 
 
 def schema_of_kinds(
@@ -188,11 +188,11 @@ def schema_of_kinds(
     names = [*declared, *dropped]
     if label is not None:
         names.insert(0, label)
-    absent = [name for name in names if name not in table.column_names]
-    refuse(
-        [f"There is no column {name}" for name in absent],
-        f" The table has the columns {', '.join(table.column_names)}.",
-    )
+    faults = []
+    for name in names:
+        if name not in table.column_names:
+            faults.append(f"There is no column {name}")
+    refuse(faults, f" The table has the columns {', '.join(table.column_names)}.")
     used = [name for name in table.column_names if name not in (label, *dropped)]
     if not used:
         raise InputError("There is no column to learn from besides the label.")

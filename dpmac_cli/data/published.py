@@ -112,7 +112,7 @@ def _from_torchvision(name: str, data_dir: Path) -> list[Split]:
     Raises:
         InputError: its files are missing or damaged.
     """
-    files = [data_dir / file for file in DATASETS[name].files]
+    files = list(map(data_dir.joinpath, DATASETS[name].files))
     download = bool(_missing(files))
     try:
         train = _part(name, data_dir, "train", download)

@@ -9,6 +9,7 @@ Ranges that are found within epsilon are not declared, so there is nothing to re
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def remarks_on_ranges(
     low, high = arrays["low"], arrays["high"]
     if not is_ranged.all():
         low, high = low[is_ranged], high[is_ranged]
-    ranged_names = [names[place] for place in np.flatnonzero(is_ranged)]
+    ranged_names = list(compress(names, is_ranged))
     by_column = np.moveaxis(x, 1, 0)
     yield from _of_each(ranged_names, by_column[is_ranged], low, high, dates)
     if number is not None and not number.open:

@@ -221,9 +221,11 @@ def _read_by(kind: str, read: Reads, declared: Declaration) -> Reading:
     arrays = dict(reading.arrays)
     labelled = declared.labels and is_labelled(declared.settings.task)
     needed = ("x", "y") if labelled else ("x",)
-    absent = [name for name in needed if name not in arrays]
-    raise_errors(f"The reader '{kind}' returned no array {name}." for name in absent)
     faults = list[str]()
+    for name in needed:
+        if name not in arrays:
+            faults.append(f"The reader '{kind}' returned no array {name}.")
+    raise_errors(faults)
     for name in (*NAMES, "key"):
         if name in arrays and len(arrays[name]) != len(arrays["x"]):
             faults.append(

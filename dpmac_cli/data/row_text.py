@@ -31,7 +31,7 @@ def keys_of(columns: Sequence[pa.Array]) -> NDArray[np.object_]:
     Args:
         columns: all columns of the table, in its order, shape (rows,) each.
     """
-    plain = _hashes([plain_texts(column) for column in columns])
+    plain = _hashes(list(map(plain_texts, columns)))
     forms = _hashes([_texts(column).fill_null(NOTHING) for column in columns])
     keys = list(copy_keys(plain, forms))
     # With None behind them, numpy makes objects of keys, which it would otherwise pad.
@@ -45,7 +45,7 @@ def _hashes(texts: Sequence[pa.Array]) -> list[bytes]:
         texts: columns of texts, shape (rows,) each.
     """
     rows = compute.binary_join_element_wise(*texts, BETWEEN).cast(pa.binary())
-    return [hash_of(row) for row in rows.to_pylist()]
+    return list(map(hash_of, rows.to_pylist()))
 
 
 def plain_texts(cells: pa.Array) -> pa.Array:
@@ -96,7 +96,7 @@ def _other_texts(text: pa.Array) -> pa.Array:
         text: a column of texts, shape (rows,). Each different one is converted once.
     """
     different = text.dictionary_encode()
-    plain = [_plain(cell or "") for cell in decoded_cells(different.dictionary)]
+    plain = map(_plain, decoded_cells(different.dictionary))
     return pa.array(plain, pa.string()).take(different.indices)
 
 

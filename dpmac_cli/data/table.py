@@ -43,6 +43,7 @@ from dpmac_cli.data.table_inputs import (
     TableRows,
     declared_by,
     inputs_in,
+    names_of_texts,
     records_in,
     targets_of,
     units_of_column,
@@ -142,7 +143,7 @@ class OpenedTable:
         refuse(
             faults, f" Write plain columns to {self.path}, or list these under drop in the schema."
         )
-        texts = {column.name for column in columns if column.type == "text"}
+        texts = names_of_texts(columns)
         rows = TableRows(cells, broken, bool(texts))
         if is_csv:  # a stray quotation mark hides lines in a cell
             for name in used:
@@ -326,8 +327,7 @@ def read_inputs(declared: Declaration) -> Reading:
     arrays: ArrayDict = {"x": x[good], "name": np.flatnonzero(good).tolist()}
     if named_by is not None:
         cells = rows.cells[named_by].filter(pa.array(good))
-        texts = decoded_cells(cells.cast(pa.string()))
-        arrays["id"] = [text or "" for text in texts]
+        arrays["id"] = list(decoded_cells(cells.cast(pa.string())))
     return Reading(
         arrays,
         left_out,
@@ -363,16 +363,18 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
         InputError: the names of the columns cannot be read, or one is there twice.
     """
     path = file.path
-    columns = list[tuple[str, str | None]]()
+    kinds: dict[str, str | None]
     try:
         if path.suffix == ".parquet":
-            for field in _parquet_schema(path):
-                columns.append((field.name, schema_type(field.type)))
+            columns = _parquet_schema(path)
+            names = columns.names
+            kinds = dict(zip(names, map(schema_type, columns.types), strict=True))
         else:
-            columns = [(name, None) for name in file.header()]
-        if not columns:
+            names = file.header()
+            kinds = dict.fromkeys(names)
+        if not names:
             raise ValueError("its first line does not name the columns")
-        if any(NOT_TEXT in name for name, _ in columns):
+        if NOT_TEXT in "".join(names):
             remedy = (
                 "declare its own encoding, with encoding: cp1252 in the schema or dpmac schema "
                 "--encoding cp1252"
@@ -382,8 +384,8 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
             raise ValueError(f"line 1 is not text in {file.named}: {remedy}")
     except Exception as failure:  # its parsers raise whatever a damaged file leads to
         raise _unreadable(path, failure) from failure
-    _refuse_repeated([name for name, _ in columns], str(path))
-    return dict(columns)
+    _refuse_repeated(names, str(path))
+    return kinds
 
 
 def _refuse_repeated(names: Iterable[str], table: str) -> None:
@@ -393,8 +395,11 @@ def _refuse_repeated(names: Iterable[str], table: str) -> None:
         names: names of all columns.
         table: name of the table in the message.
     """
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    refuse([f"{table} has several columns named '{name}'. Rename them" for name in repeated])
+    faults = []
+    for name, count in Counter(names).items():
+        if count > 1:
+            faults.append(f"{table} has several columns named '{name}'. Rename them")
+    refuse(faults)
 
 
 def _parquet_schema(path: Path) -> pa.Schema:

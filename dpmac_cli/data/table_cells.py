@@ -86,10 +86,10 @@ def _each_once(text: pa.Array, number: Callable[[str], float]) -> CellNumbers:
 
     Args:
         text: cells as text, shape (records,).
-        number: returns the number of a cell; of an empty one for null.
+        number: returns the number of a cell.
     """
     different = text.dictionary_encode()
-    numbers = [number(cell or "") for cell in decoded_cells(different.dictionary)]
+    numbers = map(number, decoded_cells(different.dictionary))
     of_cells = pa.array(numbers, pa.float64()).take(different.indices)
     return _floats(of_cells)
 
@@ -107,7 +107,7 @@ def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
         text: cells as text without blanks around them.
         words: words that are compared without the blanks around them.
     """
-    trimmed = pa.array([word.strip() for word in words], pa.string())
+    trimmed = pa.array(map(str.strip, words), pa.string())
     return np.asarray(compute.is_in(text, trimmed))
 
 
@@ -232,10 +232,10 @@ def plain_cells(cells: pa.Array) -> pa.Array:
     return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
 
 
-def decoded_cells(text: pa.Array) -> Iterator[str | None]:
-    """Yield text cells in order, None for null; bytes that are not UTF-8 are replaced."""
+def decoded_cells(text: pa.Array) -> Iterator[str]:
+    """Yield text cells in order, "" for null; bytes that are not UTF-8 are replaced."""
     for cell in text.cast(pa.binary()).to_pylist():
-        yield None if cell is None else cell.decode(errors="replace")
+        yield "" if cell is None else cell.decode(errors="replace")
 
 
 def text_cells(cells: pa.Array) -> pa.Array:

@@ -152,7 +152,7 @@ class TableRows:
         """
         cells = self.cells[column.name].filter(pa.array(records))
         bad = text_cells(cells)
-        different = dict.fromkeys(cell or "" for cell in decoded_cells(bad))
+        different = dict.fromkeys(decoded_cells(bad))
         quoted = []
         for cell in islice(different, NAMED):
             short = f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell
@@ -214,9 +214,12 @@ def records_in(
     """
     places = _places_of_texts(columns)
     if texts is not None and places:
-        without_values = [column.name for column in columns if column.open]
+        faults = []
+        for column in columns:
+            if column.open:
+                faults.append(f"The column {column.name} is declared by its type alone")
         refuse(
-            [f"The column {name} is declared by its type alone" for name in without_values],
+            faults,
             " Beside texts, declare its range, such as {range: [0, 100]}, or its categories, such "
             "as {categories: [A, B]}, or list it under drop in the schema.",
         )
@@ -274,18 +277,26 @@ def inputs_in(
     return inputs, ends[0], ends[1]
 
 
+def names_of_texts(columns: Sequence[Column]) -> list[str]:
+    """Return the names of the columns of texts, in order."""
+    return [column.name for column in columns if column.type == "text"]
+
+
 def _check_texts(
     columns: Sequence[Column],
     rows: TableRows,
     reader: TextReader | None,
 ) -> None:
     """Raise InputError for texts without a reader, and for numbers that are declared as text."""
-    texts = [column.name for column in columns if column.type == "text"]
+    texts = names_of_texts(columns)
     if reader is None:
         refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
-    numbers = [name for name in texts if not has_text(rows.cells[name])]
+    faults = []
+    for name in texts:
+        if not has_text(rows.cells[name]):
+            faults.append(f"The column {name} contains numbers")
     refuse(
-        [f"The column {name} contains numbers" for name in numbers],
+        faults,
         " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
     )
 
@@ -356,8 +367,8 @@ def _block_of_texts(
         reader: a public tokenizer.
     """
     limit = column.text or 0
-    texts = [text or "" for text in decoded_cells(cells)]
-    missing = np.array([is_blank(text) for text in texts], np.bool_)
+    texts = list(decoded_cells(cells))
+    missing = np.fromiter(map(is_blank, texts), np.bool_, len(texts))
     missing |= is_one_of(text_cells(cells), column.missing_words)
     for row in np.flatnonzero(missing).tolist():
         texts[row] = ""

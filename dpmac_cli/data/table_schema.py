@@ -315,16 +315,23 @@ def draft(
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
     template: jinja2.Template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
     names = {name: quoted(name, escaped) for name in kinds}
-    used = [name for name in kinds if name not in (label, *drop)]
+    columns = dict[str, str | None]()
+    identifiers = list[str]()
+    for name, kind in kinds.items():
+        if name in (label, *drop):
+            continue
+        columns[names[name]] = kind
+        if is_named_as_id(name):
+            identifiers.append(names[name])
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
         encoding=None if encoding == UTF8 else encoding,
         label=None if label is None else names[label],
         label_kind=None if label is None else kinds[label],
-        columns={names[name]: kinds[name] for name in used},
+        columns=columns,
         drop=[names[name] for name in drop],
-        identifiers=[names[name] for name in used if is_named_as_id(name)],
+        identifiers=identifiers,
     )
 
 

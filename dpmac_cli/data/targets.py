@@ -40,8 +40,7 @@ def number_in(arrays: Arrays, dataset: Declaration) -> Regression | None:
         InputError: the declaration is invalid, or contradicts the task.
     """
     labelled = is_labelled(dataset.settings.task)
-    is_declared = any(name in arrays for name in DECLARED)
-    if not labelled or not is_declared:
+    if not labelled or arrays.keys().isdisjoint(DECLARED):
         return None
     task = dataset.settings.task
     kind = _kind_of_numbers(task)
@@ -102,7 +101,8 @@ def _declared(arrays: Arrays, dataset: Declaration, kind: type[Regression]) -> R
         high = float(ends[1].item())
         transform = values["target_transform"].item()
         number = kind((name,), low, high, transform)
-        faults += [f"{name}: {fault}" for fault in faults_of_range(low, high, transform)]
+        for fault in faults_of_range(low, high, transform):
+            faults.append(f"{name}: {fault}")
     raise_errors(f"{dataset.path}: {fault}." for fault in faults)
     return number
 
@@ -309,5 +309,8 @@ def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
             f"{dataset.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
     check_name(*classes)
-    twice = [f"{count} classes {name}" for name, count in Counter(classes).items() if count > 1]
-    refuse([f"{dataset.path} has {repeated}" for repeated in twice], " Class names must be unique.")
+    faults = []
+    for name, count in Counter(classes).items():
+        if count > 1:
+            faults.append(f"{dataset.path} has {count} classes {name}")
+    refuse(faults, " Class names must be unique.")

@@ -39,7 +39,7 @@ def as_inputs(
     """
     texts = list(texts)
     limit = limit or reader.limit
-    styles = [how_written(text) for text in texts]
+    styles = list(map(how_written, texts))
     written = np.array(styles, np.float64).reshape(-1, WRITTEN)
     numbers = reader.tokens(texts, limit)
     tokens = np.array(numbers, np.float64).reshape(-1, limit)

@@ -89,15 +89,14 @@ class NoisyHistogram:
         weights = weights_of(owners, len(cells))
         exact = [count(cells[:, k], size, weights) for k, size in enumerate(sizes)]
         counts = torch.from_numpy(np.concatenate(exact))
-        sigma = event.noise_multiplier * math.sqrt(len(sizes))
         # The grid divides the counts, so rounding to it adds nothing to the sensitivity.
-        mechanism = SecureMechanism(sigma, expected_batch=1)
+        mechanism = SecureMechanism.of(event, 1, sensitivity=math.sqrt(len(sizes)))
         released = mechanism.release(counts, ball(1.0, counts), noise)
         rate = event.sampling_rate
         noisy = released.value.numpy() / rate
         ends = np.cumsum(sizes)
         by_partition = np.split(noisy, ends[:-1])
-        return cls(tuple(by_partition), sigma / rate)
+        return cls(tuple(by_partition), released.noise_ratio / rate)
 
 
 def weights_of(owners: NDArray[np.int64] | None, records: int) -> NDArray[np.int64]:

@@ -179,17 +179,18 @@ class GaussianMechanism:
         raise_errors(errors)
 
     @classmethod
-    def of(cls, event: TrainingEvent, expected_batch: float) -> Self:
-        """Return the mechanism of each step of a training, with the sigma of its privacy event.
+    def of(cls, event: TrainingEvent, expected_batch: float, sensitivity: float = 1.0) -> Self:
+        """Return the mechanism of a privacy event, with its sigma times the sensitivity.
 
         Args:
-            event: event of the steps, which an account has.
+            event: event of the steps of a training, or of a histogram, which an account has.
             expected_batch: B, above 0.
+            sensitivity: L2 norm by which one record, or all of a unit, can change the sum.
 
         Raises:
             InputError: a number is out of range.
         """
-        return cls(event.noise_multiplier, expected_batch)
+        return cls(event.noise_multiplier * sensitivity, expected_batch)
 
     @property
     def noisy(self) -> bool:

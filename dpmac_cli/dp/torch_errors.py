@@ -12,10 +12,9 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import dpmac_cli
+from dpmac_cli.dp.clipping.batches import shapes_in
 from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 
 #: Messages of failures without a dedicated exception class.
@@ -110,10 +109,9 @@ def code_of_network(batch: Any, subject: str = "The network") -> Iterator[None]:
     except (Exception, SystemExit) as failure:
         if out_of_memory(failure) or device_lost(failure):
             raise
-        shapes = [str(tuple(t.shape[1:])) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         remedy = OUT_OF_RANGE if _says(failure, INDEX) else ""
         raise ModelError(
-            f"{subject} failed on samples of shape {', '.join(shapes)}: "
+            f"{subject} failed on samples of shape {shapes_in(batch)}: "
             f"{type_and_place(failure)}. {remedy}"
             "Its message may contain private records, so it is not repeated. On the command line, "
             "dpmac train --debug shows it; in a program, it is the __cause__ of this error."

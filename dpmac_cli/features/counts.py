@@ -158,7 +158,8 @@ def _cells(values: Floats, partitions: Sequence[Floats]) -> NDArray[np.int64]:
     cells = np.empty(values.shape, np.int64, order="F")  # counted column by column
     for k, edges in enumerate(partitions):
         column = np.ascontiguousarray(values[:, k])
-        inside = (np.searchsorted(edges, column, side="right") - 1).clip(0, len(edges) - 2)
+        cell = np.searchsorted(edges, column, side="right") - 1
+        inside = cell.clip(0, len(edges) - 2)
         cells[:, k] = np.where(np.isnan(column), len(edges) - 1, inside)
     return cells
 
@@ -356,7 +357,8 @@ def _distribution(rounds: Sequence[_Round], units: int) -> Distribution:
     shares /= shares[-1]
     low, high = _range(mass, shares, rounds[-1].noise)
     # Only the edges at which the slope changes; it is 0 beyond the ends.
-    slopes = np.concatenate([[0.0], np.diff(shares) / np.diff(mass.edges), [0.0]])
+    inner_slopes = np.diff(shares) / np.diff(mass.edges)
+    slopes = np.concatenate([[0.0], inner_slopes, [0.0]])
     bends = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0)
     edges_of_bends = tuple(mass.edges[bends].tolist())
     shares_of_bends = tuple(shares[bends].tolist())
@@ -373,10 +375,12 @@ def _range(mass: _Mass, shares: Floats, noise: float) -> tuple[float, float]:
     """
 
     def quantile(share: float) -> float:
-        piece = min(max(int(np.searchsorted(shares, share)), 1), len(shares) - 1) - 1
+        edge = int(np.searchsorted(shares, share))
+        piece = min(max(edge, 1), len(shares) - 1) - 1
         if mass.zero[piece]:
             return 0.0
-        part = (share - shares[piece]) / max(shares[piece + 1] - shares[piece], 1e-300)
+        width = max(shares[piece + 1] - shares[piece], 1e-300)
+        part = (share - shares[piece]) / width
         begin, end = mass.edges[piece], mass.edges[piece + 1]
         return float(begin + part * (end - begin))
 

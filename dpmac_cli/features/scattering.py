@@ -71,10 +71,16 @@ class Scattering(nn.Module):
         spectrum = torch.fft.fft2(planes)
         fine, coarse = self._modulus(spectrum, 0), self._modulus(spectrum, 1)
         second = self._modulus(torch.fft.fft2(fine), 1)
-        parts = (planes.unsqueeze(1), 0), (fine, 0), (coarse, 1), (second.flatten(1, 2), 1)
+        parts = [
+            (planes.unsqueeze(1), 0),
+            (fine, 0),
+            (coarse, 1),
+            (second.flatten(1, 2), 1),
+        ]
         smooth = []  # one value per 4 pixels, without padding
         for signal, octave in parts:
-            down, across = (self.get_buffer(f"average_{octave}_{axis}") for axis in (0, 1))
+            down = self.get_buffer(f"average_{octave}_0")
+            across = self.get_buffer(f"average_{octave}_1")
             smooth.append(down @ signal @ across.T)
         return torch.cat(smooth, 1)
 
@@ -87,7 +93,8 @@ class Scattering(nn.Module):
         filtered = torch.view_as_real(spectrum).flatten(-2).unsqueeze(-3) * bank
         for dim in (-2, -1) * octave:  # keeping every second value folds the spectrum
             filtered = torch.add(*filtered.chunk(2, dim))
-        signal = torch.fft.ifft2(torch.view_as_complex(filtered.view(*filtered.shape[:-1], -1, 2)))
+        real_and_imaginary = torch.unflatten(filtered, -1, (-1, 2))
+        signal = torch.fft.ifft2(torch.view_as_complex(real_and_imaginary))
         return torch.mul(signal.real, signal.real).addcmul_(signal.imag, signal.imag).sqrt_()
 
 
@@ -104,7 +111,8 @@ def _averaging(size: int, factor: int) -> Tensor:
         float64, shape (size / 4 - 2, size / factor): one row per 4 pixels, without the padding.
     """
     deviation = 0.8 * SHRINK / 2
-    spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
+    exponent = -((deviation * _frequencies(size)) ** 2) / 2
+    spectrum = torch.exp(exponent).reshape(-1, size).sum(0)
     half = size // factor // 2
     lowest = torch.cat([spectrum[:half], spectrum[size - half :]])
     identity = torch.eye(len(lowest)).double()
@@ -129,7 +137,8 @@ def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
     deviation, copies = 0.8 * 2**octave, 2 * COPIES + 1
 
     def gaussian(centre: float) -> Tensor:
-        exponent = -(deviation**2) * ((along - centre) ** 2 + (across * ANGLES / 4) ** 2) / 2
+        distance = (along - centre) ** 2 + (across * ANGLES / 4) ** 2
+        exponent = -(deviation**2) * distance / 2
         return torch.exp(exponent).reshape(copies, shape[0], copies, shape[1]).sum((0, 2))
 
     wave, envelope = gaussian(0.75 * math.pi / 2**octave), gaussian(0.0)

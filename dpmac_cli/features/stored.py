@@ -68,10 +68,10 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
 
 def _featured(file: RowFile, data: Data) -> Data:
     places = np.split(np.arange(len(file)), [len(data.train)])
-    return data.replaced_by(
-        split.read_from(Rows(file, rows), data.gain.device)
-        for rows, split in zip(places, data.splits, strict=False)
-    )
+    splits = []
+    for rows, split in zip(places, data.splits, strict=False):
+        splits.append(split.read_from(Rows(file, rows), data.gain.device))
+    return data.replaced_by(splits)
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:
@@ -79,11 +79,12 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
 
     ``like`` are the features of the first PROBED records: a change of the code changes them.
     """
-    named = {f"weight {name}": tensor for name, tensor in parts.public_weights().items()}
-    named |= {"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)}
+    tensors = {"gain": data.gain.cpu(), "offset": data.offset.cpu()}
+    tensors["probe"] = torch.from_numpy(like)
+    for name, tensor in parts.public_weights().items():
+        tensors[f"weight {name}"] = tensor.detach().cpu()
     records = fingerprint(*data.splits)
     record = {"version": VERSION, "torch": torch.__version__, "records": records, **settings}
-    tensors = {name: tensor.detach().cpu() for name, tensor in named.items()}
     return digest(tensors, record)
 
 

@@ -41,9 +41,11 @@ class TableInputs(nn.Module):
         self._numbers = self._firsts("number")
         self._counted = self._firsts(*COUNTED)
         self._ends = [*zip(records.low, records.high, strict=True)]
-        flags = {part.start for kind, part in self._parts if kind == "flag"}
+        flags = self._firsts("flag")
         #: The input that says where each of them is missing; one past the last where none does.
-        self._missing = [n + 1 if n + 1 in flags else records.size for n in self._counted]
+        self._missing = list[int]()
+        for n in self._counted:
+            self._missing.append(n + 1 if n + 1 in flags else records.size)
         columns = len(self._counted)
         for name, constants in zip(("factor", "summand"), records.scaling, strict=True):
             of_counted = torch.tensor([constants[n] for n in self._counted])
@@ -144,8 +146,12 @@ class TableInputs(nn.Module):
         ranks = self._ranks(numbers)
         known = (~self._is_missing(x)).to(x.dtype)
         every = known.repeat_interleave(HATS, 1)
-        both = [(2 * of - 1) * known for of in (inside, ranks)]
-        return [*both, *(_hats(of) * every for of in (inside, ranks))]
+        scaled = list[Tensor]()
+        hats = list[Tensor]()
+        for of in (inside, ranks):
+            scaled.append((2 * of - 1) * known)
+            hats.append(_hats(of) * every)
+        return [*scaled, *hats]
 
     def _ranks(self, numbers: Tensor) -> Tensor:
         """Return the share of numbers of its column below each, shape (rows, columns)."""

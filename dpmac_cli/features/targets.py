@@ -82,13 +82,13 @@ def target_moments(
     sums = torch.from_numpy(_moment_sums(values, low, high, owners))
     # The grid divides the sums, so rounding to it adds nothing to the sensitivity.
     counted = max(len(values) if units is None else units, 1)
-    multiplier = event.noise_multiplier * math.sqrt(2)
-    mechanism = SecureMechanism(multiplier, counted)
+    mechanism = SecureMechanism.of(event, counted, sensitivity=math.sqrt(2))
     first, second = mechanism.release(sums, ball(1.0, sums), noise).value.tolist()
     mean = min(max(first, -1.0), 1.0)
     # Noise must not make it far too small: what is far from the mean is clipped.
-    above = ABOVE * multiplier / counted
-    spread = min(max(math.sqrt(max(second - mean**2 + above, 0.0)), LEAST_SPREAD), 1.0)
+    above = ABOVE * mechanism.noise_multiplier / counted
+    variance = max(second - mean**2 + above, 0.0)
+    spread = min(max(math.sqrt(variance), LEAST_SPREAD), 1.0)
     half = (high - low) / 2
     return low + (mean + 1) * half, spread * half
 
@@ -102,9 +102,11 @@ def _moment_sums(
     unit has an equal part of the unit's weight, which is 1.
     """
     known = np.where(np.isnan(values), (low + high) / 2, values)
-    scaled = ((known.clip(low, high) - low) / (high - low) * 2 - 1).clip(-1.0, 1.0)
+    share = (known.clip(low, high) - low) / (high - low)
+    scaled = (share * 2 - 1).clip(-1.0, 1.0)
+    moments = np.stack([scaled, scaled**2], 1)
     weights = weights_of(owners, len(values))
     # No part is above its weight, so those of a unit add up to at most WHOLE.
-    parts = np.rint(np.stack([scaled, scaled**2], 1) * weights[:, None]).astype(np.int64)
+    parts = np.rint(moments * weights[:, None]).astype(np.int64)
     sums: Floats = parts.sum(0) / WHOLE
     return sums

@@ -196,8 +196,11 @@ class OnTexts(nn.Module):
             rows: inputs of records, float, shape (records, inputs).
         """
         last = self.encoder.config.tokens
-        parts = (rows[:, first : first + count] for first, count in self.encoder.texts)
-        return [part.round().long().clamp(0, last) for part in parts]
+        tokens = list[Tensor]()
+        for first, count in self.encoder.texts:
+            numbers = rows[:, first : first + count]
+            tokens.append(numbers.round().long().clamp(0, last))
+        return tokens
 
     def others(self, rows: Tensor) -> Tensor:
         """Return the inputs that are not tokens, shape (records, others).
@@ -208,13 +211,15 @@ class OnTexts(nn.Module):
         Args:
             rows: inputs of records, float, shape (records, inputs).
         """
-        texts = self.encoder.texts
-        tokens_end = [first + count for first, count in texts]
-        written = [rows[:, end : end + WRITTEN] * WRITTEN_SCALE for end in tokens_end]
-        ends = [0, *(end + WRITTEN for end in tokens_end)]
-        begins = [*(first for first, _ in texts), rows.shape[1]]
-        rest = [rows[:, b:e] for b, e in zip(ends, begins, strict=True)]
-        return torch.cat([*written, *rest], 1)
+        written = list[Tensor]()
+        rest = list[Tensor]()
+        begin = 0
+        for first, count in self.encoder.texts:
+            rest.append(rows[:, begin:first])
+            end = first + count
+            begin = end + WRITTEN
+            written.append(rows[:, end:begin] * WRITTEN_SCALE)
+        return torch.cat([*written, *rest, rows[:, begin:]], 1)
 
 
 #: Number of made-up rows of texts.
@@ -351,7 +356,8 @@ class TextFeatures(OnTexts):
         lengths = token_mask(ids).sum(1)
         padded = -(lengths // -LENGTHS) * LENGTHS
         padded = padded.clamp(max=max(ids.shape[1], self.encoder.config.longest))
-        ids = pad(ids, (0, max(0, int(padded.max()) - ids.shape[1])))
+        missing = max(0, int(padded.max()) - ids.shape[1])
+        ids = pad(ids, (0, missing))
         for length in sorted(set(padded.tolist())):
             for places in torch.split((padded == length).nonzero()[:, 0], AT_ONCE):
                 rows = -(-len(places) // FILLED) * FILLED

@@ -15,6 +15,7 @@ from torch import Tensor
 from dpmac_cli.config.records import Records
 from dpmac_cli.data import dataset as data
 from dpmac_cli.data.cache import Rows
+from dpmac_cli.data.dataset import Crafted, TrainAndTest
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import example_of
@@ -34,14 +35,12 @@ class Split:
             they are read from a file.
         labels: targets of the task: int64, shape (records,); or for numbers to predict
             float32, (records, 1).
-        sha256: checksum of the images, if the file that they come from has one.
         units: units of privacy; None if each record is one.
-        file: rows of a file; None if the images are in memory.
+        file: rows of the file that the images come from; None for others.
     """
 
     images: Tensor
     labels: Tensor
-    sha256: str = ""
     units: Units | None = None
     file: Rows | None = None
 
@@ -57,6 +56,16 @@ class Split:
     def owners(self) -> NDArray[np.int64] | None:
         """Return the index of each record's unit, shape (records,); None if each record is one."""
         return None if self.units is None else self.units.owners
+
+    @property
+    def sha256(self) -> str:
+        """Return a checksum of the images, if the file that they come from has one; or ""."""
+        return "" if self.file is None else self.file.sha256()
+
+    @property
+    def stored(self) -> Rows | None:
+        """Return the rows of the file that :meth:`at` reads; None for records in memory."""
+        return self.file if self.images.is_meta else None
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return some records and their labels, on the device; those in a file are read from it.
@@ -75,9 +84,10 @@ class Split:
         else:
             rows = torch.from_numpy(places).to(device, non_blocking=True)
         labels = self.labels[rows]
-        if self.file is None:
+        stored = self.stored
+        if stored is None:
             return self.images[rows], labels
-        images = torch.from_numpy(self.file.read(places)).to(device)
+        images = torch.from_numpy(stored.read(places)).to(device)
         return images, labels
 
     def taken(self, places: NDArray[np.int64]) -> "Split":
@@ -87,9 +97,10 @@ class Split:
             places: numbers of records, int64, shape (rows,). The result has their order.
         """
         labels = self.labels[torch.from_numpy(places).to(self.labels.device)]
-        if self.file is None:
+        stored = self.stored
+        if stored is None:
             return Split(self.at(places)[0], labels)
-        return Split(self.images, labels, file=self.file[places])
+        return Split(self.images, labels, file=stored[places])
 
     def read_from(self, rows: Rows, device: torch.device) -> "Split":
         """Return a split with features of the same records, from a file, and the same labels.
@@ -106,7 +117,7 @@ class Split:
         Args:
             device: device to train on.
         """
-        images = self.images if self.file is not None else self.images.to(device)
+        images = self.images.to(device) if self.stored is None else self.images
         return replace(self, images=images, labels=self.labels.to(device))
 
 
@@ -126,52 +137,26 @@ def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.devi
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.values.nbytes <= most:
         images = torch.from_numpy(rows.read())
-        return Split(images, labels, rows.sha256(), units).to(device)
+        return Split(images, labels, units, rows).to(device)
     dtype = torch.from_numpy(np.empty(0, rows.file.dtype)).dtype
     images = torch.empty(rows.shape, dtype=dtype, device="meta")
-    return Split(images, labels, rows.sha256(), units, rows).to(device)
+    return Split(images, labels, units, rows).to(device)
 
 
 @dataclass(frozen=True)
-class Crafted:
-    """Records that an audit made up, as a whole network takes them, and which of them are in.
-
-    See :class:`dpmac_cli.data.dataset.Crafted`.
-
-    Attributes:
-        records: the records and their labels.
-        coins: whether each of them is among the training records, shape (records,).
-    """
-
-    records: Split
-    coins: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Data:
+class Data(TrainAndTest[Split]):
     """Training and test records on the device.
 
     Attributes:
-        train: the private records.
-        test: records that the guarantee does not cover; None if none are tested on.
         gain, offset: scaling as one multiply-add, in the shape of a record with sides of 1.
         task: what the targets are.
         example: made-up rows to try a network on; None for any numbers.
-        crafted: records of an audit; None for others.
     """
 
-    train: Split
-    test: Split | None
     gain: Tensor
     offset: Tensor
     task: Task
     example: Tensor | None = None
-    crafted: Crafted | None = None
-
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """Return (training records, test records), or (training records,) without a test set."""
-        return (self.train,) if self.test is None else (self.train, self.test)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -282,7 +267,7 @@ def fingerprint(*splits: Split) -> str:
     digest = hashlib.sha256()
     for split in splits:
         digest.update(split.sha256.encode())
-        for tensor in (split.labels,) if split.sha256 else (split.images, split.labels):
+        for tensor in (split.images, split.labels) if split.file is None else (split.labels,):
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
@@ -317,7 +302,7 @@ def on_device(dataset: data.Dataset, device: torch.device, records: Records | No
     train = _on_device(dataset.train, device)
     test = None if dataset.test is None else _on_device(dataset.test, device)
     gain, offset = scaling_of(known, device)
-    crafted: Crafted | None = None
+    crafted: Crafted[Split] | None = None
     if dataset.crafted is not None:
         records_in = _on_device(dataset.crafted.records, device)
         crafted = Crafted(records_in, dataset.crafted.coins)

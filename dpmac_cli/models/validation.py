@@ -168,8 +168,9 @@ def keep_constants(model: nn.Module, trial: Trial) -> None:
         return
     for path, holder in list(_holders(model)):
         values = vars(holder)
-        unset = [name for name, value in values.items() if value is None]
-        for name in unset:
+        for name, value in list(values.items()):
+            if value is not None:
+                continue
             constant, other = first.get((*path, name)), second.get((*path, name))
             if constant is not None and type(other) is type(constant) and other == constant:
                 values[name] = constant
@@ -432,7 +433,7 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
     """
     x = trial.samples(1)
     trained = [p for p in model.parameters() if p.requires_grad]
-    before = Fingerprint(model, [id(p) for p in trained])
+    before = Fingerprint(model, list(map(id, trained)))
     outputs = list[Tensor]()
     for _ in range(2):
         with same_draws():

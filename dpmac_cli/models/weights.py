@@ -39,12 +39,14 @@ def published(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: trained network. Its tensors are not copied, apart from merged weights.
     """
-    held = {name: tensor for name, tensor in _held(model).items() if _is_published(model, name)}
-    merged = dict[str, Tensor]()
+    tensors = dict[str, Tensor]()
+    for name, tensor in _held(model).items():
+        if _is_published(model, name):
+            tensors[name] = tensor
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            merged[f"{path}.weight"] = module.merged()
-    return {**held, **merged}
+            tensors[f"{path}.weight"] = module.merged()
+    return tensors
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
@@ -140,8 +142,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         >>> not_finite({"bias": torch.tensor([torch.nan]), "weight": torch.ones(1)})
         ['bias contains NaN or infinity']
     """
-    names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    return [f"{name} contains NaN or infinity" for name in names]
+    faults = []
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            faults.append(f"{name} contains NaN or infinity")
+    return faults
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,13 @@ class PublicWeights:
             fault = _fault(tensors.get(name), wanted.get(name))
             if fault and (name in tensors or not name.endswith("num_batches_tracked")):
                 faults[name] = fault
-        fresh = {name for name in faults if head is not None and name.startswith(prefix)}
-        rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
+        fresh = set[str]()
+        rest = list[str]()
+        for name, fault in faults.items():
+            if head is not None and name.startswith(prefix):
+                fresh.add(name)
+            else:
+                rest.append(f"{name}: {fault}")
         if rest:
             remedy = ""
             if any(name.endswith("running_mean") for name in faults):
@@ -195,7 +205,10 @@ class PublicWeights:
                 f"weights were trained in.{remedy}"
             )
         ignored = prefix if fresh else "."  # all of the head, if any part does not fit
-        fitting = {name: t for name, t in tensors.items() if not name.startswith(ignored)}
+        fitting = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            if not name.startswith(ignored):
+                fitting[name] = tensor
         adopt(model, fitting)
         if fresh & wanted.keys():
             yield f"{self.path.name} has no matching layer '{head}'. It starts from scratch."

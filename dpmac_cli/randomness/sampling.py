@@ -126,17 +126,15 @@ class SecureDraws:
 
 
 class KeyedSampler:
-    """Batch sampler whose draws are a function of a secret key: Poisson, or random allocation.
+    """Batch sampler of a privacy event, whose draws are a function of a secret key.
 
-    The privacy cost of each is that of its name in
-    :data:`dpmac_cli.accounting.events.SAMPLERS`.
+    It draws as the event says that is counted: Poisson, for which each step draws each record with
+    the sampling rate; or random allocation, for which each record is in one step of each epoch.
+    The size of a batch may be 0, and is private.
 
     Args:
-        name: "poisson", for which each step draws each record with probability ``rate``; or
-            "random-allocation", for which each record is in one step of each epoch.
+        event: event of the steps.
         size: number n of training records.
-        rate: q of "poisson", in (0, 1]. The size of a batch may be 0, and is private.
-        steps: number of steps of an epoch, for "random-allocation".
         key: secret key of the sampler, 32 bytes.
         secure: whether to draw by a cipher, see :class:`SecureDraws`.
         base: steps taken before the key was created. Continuing an epoch of another key would use
@@ -145,19 +143,15 @@ class KeyedSampler:
 
     def __init__(
         self,
-        name: str,
+        event: TrainingEvent,
         *,
         size: int,
-        rate: float,
-        steps: int,
         key: bytes,
         secure: bool = False,
         base: int = 0,
     ) -> None:
-        self._name = name
+        self._event = event
         self._size = size
-        self._rate = rate
-        self._steps = steps
         self._base = base
         self._keys = KeyStream(key)
         self._kind = SecureDraws if secure else SeededDraws
@@ -174,16 +168,17 @@ class KeyedSampler:
             Increasing record numbers, int64, shape (drawn,); perhaps empty. Private.
 
         Raises:
-            ValueError: there is no sampler of the name.
+            ValueError: there is no sampler of the event's name.
         """
-        if self._name == "poisson":
-            return self._choices(step).independently(self._rate)
-        if self._name != "random-allocation":
-            raise ValueError(f"there is no sampler {self._name}")
-        epoch, place = divmod(step - 1 - self._base, self._steps)
+        event = self._event
+        if event.sampler == "poisson":
+            return self._choices(step).independently(event.sampling_rate)
+        if event.sampler != "random-allocation":
+            raise ValueError(f"there is no sampler {event.sampler}")
+        epoch, place = divmod(step - 1 - self._base, event.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._bins = self._choices(epoch).bins(self._steps)
+            self._bins = self._choices(epoch).bins(event.steps_per_epoch)
         return np.flatnonzero(self._bins == place)
 
     def _choices(self, place: int) -> SeededDraws | SecureDraws:
@@ -297,16 +292,8 @@ class BatchSampling:
             base: number of steps that were taken before, with another key: see
                 :class:`KeyedSampler`.
         """
-        priced = self.event(sigma=0.0, steps=0)
-        return KeyedSampler(
-            priced.sampler,
-            size=self.n,
-            rate=priced.sampling_rate,
-            steps=priced.steps_per_epoch,
-            key=key,
-            secure=secure,
-            base=base,
-        )
+        event = self.event(sigma=0.0, steps=0)
+        return KeyedSampler(event, size=self.n, key=key, secure=secure, base=base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -325,12 +325,9 @@ def _sampler(plan: Plan, keys: Keys, size: int) -> KeyedSampler:
         keys: keys, of which it needs one of its own.
         size: number of records or units, with the places of an audit that are in.
     """
-    event = plan.event
     return KeyedSampler(
-        event.sampler,
+        plan.event,
         size=size,
-        rate=event.sampling_rate,
-        steps=event.steps_per_epoch,
         key=keys.sampler,
         secure=plan.settings.secure,
         base=keys.base,

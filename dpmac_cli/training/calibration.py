@@ -42,7 +42,7 @@ def training_histogram(
     """
     split, task = data.train, data.task
     if event.sampling_rate < 1:
-        split = drawn_from(split, event.sampling_rate, key)
+        split = drawn_from(split, event, key)
     cells = [np.empty(0, np.int64)]
     for some, logits in outputs_of(model, data, split, covered=layers):
         labels = split.labels[some].cpu().numpy()
@@ -51,17 +51,17 @@ def training_histogram(
     return NoisyHistogram.release(of_records, (task.cell_count,), event, noise, split.owners)
 
 
-def drawn_from(split: Split, rate: float, key: bytes) -> Split:
+def drawn_from(split: Split, event: TrainingEvent, key: bytes) -> Split:
     """Return a Poisson sample of the records of a split, or of its units with all their records.
 
     The split is not changed. The sample may be empty.
 
     Args:
         split: records.
-        rate: probability that a record or unit is drawn, from 0 to 1.
+        event: event of one step, with the probability that a record or unit is drawn.
         key: secret key, 32 bytes, used only here.
     """
-    sampler = KeyedSampler("poisson", size=split.size, rate=rate, steps=1, key=key, secure=True)
+    sampler = KeyedSampler(event, size=split.size, key=key, secure=True)
     drawn = sampler.draw(1)
     if split.units is None:
         return split.taken(drawn)

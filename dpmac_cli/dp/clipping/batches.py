@@ -52,6 +52,19 @@ def samples_in(batch: Batch) -> int:
     return len(tensors[0])
 
 
+def shapes_in(batch: Batch) -> str:
+    """Return the shape of a row of each tensor, for messages.
+
+    Args:
+        batch: tensors of shape (samples, ...).
+
+    Example:
+        >>> shapes_in({"x": torch.zeros(5, 3), "y": torch.zeros(5)})
+        '(3,), ()'
+    """
+    return ", ".join(str(tuple(t.shape[1:])) for t in tensors_in(batch))
+
+
 def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """Return a batch of the same structure with a function applied to every tensor.
 
@@ -183,7 +196,7 @@ class Structure:
 
     def __str__(self) -> str:
         """Return the shapes of a sample, for messages: "(1, 28, 28)", or one for each tensor."""
-        return ", ".join(str(tuple(t.shape[1:])) for t in tensors_in(self.template))
+        return shapes_in(self.template)
 
 
 def _repeated_rows(rows: Tensor, samples: int) -> Tensor:

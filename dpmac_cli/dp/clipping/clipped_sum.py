@@ -237,7 +237,8 @@ class ClippedChunkSum:
         squared = total_squared_norms(gradients, metric)
         c, _ = clip_weights(squared, self._limit)
         c = torch.where(counted, c, 0)
-        doubtful = (self._share(squared) > 0).any() | (c * squared.reach.sqrt() > REACH).any()
+        doubtful = (self._share(squared) > 0).any()
+        doubtful |= (c * squared.reach.sqrt() > REACH).any()
         if not metric.region.is_ball:
             most = cancellation_limit(1, self._batch or len(counted)) * counted.sum()
             doubtful |= c.sum() * metric.centre_norm(self.layers) > most

@@ -178,7 +178,11 @@ def _owners(model: nn.Module) -> Iterator[Layer]:
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters that a module has directly."""
-    return {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+    trainable = dict[str, nn.Parameter]()
+    for key, p in module.named_parameters(recurse=False):
+        if p.requires_grad:
+            trainable[key] = p
+    return trainable
 
 
 def _with_ties(owners: Sequence[Layer]) -> Iterator[Layer]:
@@ -235,7 +239,9 @@ def flatten_parameters(layers: Iterable[Layer]) -> Tensor:
         >>> model.bias.tolist()
         [0.5]
     """
-    parameters = [p for layer in layers for p in layer.parameters.values()]
+    parameters = list[nn.Parameter]()
+    for layer in layers:
+        parameters += layer.parameters.values()
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
     vector_to_parameters(theta, parameters)
     for p in parameters:

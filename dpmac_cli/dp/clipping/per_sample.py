@@ -484,4 +484,8 @@ class PerSample:
 def _names_by_layer(model: nn.Module, layers: Sequence[Layer]) -> list[list[str]]:
     """Return the names in the model of the parameters of each layer."""
     name_of = {id(p): name for name, p in model.named_parameters()}
-    return [[name_of[id(p)] for p in layer.parameters.values()] for layer in layers]
+    names = []
+    for layer in layers:
+        parameters = map(id, layer.parameters.values())
+        names.append(list(map(name_of.__getitem__, parameters)))
+    return names

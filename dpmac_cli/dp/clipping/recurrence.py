@@ -208,10 +208,11 @@ class _OfRows(torch.autograd.Function):
         samples = info.batch_size
         all_rows = []
         for t, dim in zip(rows, in_dims[3:], strict=True):
-            by_sample = t.expand(samples, *t.shape) if dim is None else t.movedim(dim, 0)
-            all_rows.append(by_sample.flatten(0, 1))
+            of_samples = t.expand(samples, *t.shape) if dim is None else t.movedim(dim, 0)
+            all_rows.append(of_samples.flatten(0, 1))
         results = cls.apply(kind, weight, bias, *all_rows)
-        return tuple(t.unflatten(0, (samples, -1)) for t in results), (0,) * len(results)
+        by_sample = tuple(t.unflatten(0, (samples, -1)) for t in results)
+        return by_sample, (0,) * len(results)
 
 
 class Run(_OfRows):

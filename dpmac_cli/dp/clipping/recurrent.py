@@ -91,8 +91,11 @@ def _check_arguments(module: Any, x: Any, state: Any) -> None:
     """Raise ModelError unless inputs, and states if there are any, are tensors with samples."""
     states = _as_states(state)
     dims = 2 if type(module) in CELLS else 3
-    known = state is None or len(states) == _kind_of(module).states
-    if not known or not all(isinstance(t, Tensor) and t.ndim == dims for t in (x, *states)):
+    as_expected = state is None or len(states) == _kind_of(module).states
+    for t in (x, *states):
+        if not isinstance(t, Tensor) or t.ndim != dims:
+            as_expected = False
+    if not as_expected:
         raise ModelError(OTHER_ARGUMENTS.format(type(module).__name__))
 
 
