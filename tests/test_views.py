@@ -19,7 +19,8 @@ from dpmac_cli.errors import BUDGET, INTERRUPTED
 from dpmac_cli.release import card as cards
 from dpmac_cli.release import sentences
 from dpmac_cli.release.report import read_report
-from dpmac_cli.tasks.task import METRICS, number
+from dpmac_cli.tasks.metrics import number
+from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import after, metrics_of, report_of
 from tests.tiny_bert import notes, write_network
 from tests.typed import dpmac

@@ -24,7 +24,8 @@ from dpmac_cli.accounting.accountants import (
 from dpmac_cli.accounting.events import Count, TrainingEvent, merged
 from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.release.report import FORMAT, Events, parse_file, read_report
+from dpmac_cli.release.facts import FORMAT, Events
+from dpmac_cli.release.report import parse_file, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 
@@ -174,9 +175,8 @@ def read_audit(run: Path) -> Audit:
     complaint = "is not an audit written by dpmac"
     guesses = parse_file(Guesses, text, file, complaint, WANTED)
     report = read_report(file.parent)
-    events = tuple(event for event in report.events if event.trains)
-    claim: dict[str, Any] = {"claimed": report.epsilon, "delta": report.delta, "events": events}
+    claim: dict[str, Any] = {"claimed": report.epsilon, "delta": report.delta}
     try:
-        return Audit(**claim, **guesses.model_dump())
+        return Audit(**claim, events=report.training, **guesses.model_dump())
     except ValidationError as failure:
         raise InputError(f"{file} {complaint} ({first_fault(failure)}). {WANTED}") from failure

@@ -37,8 +37,9 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.calibration import Reliability
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.metrics import number, percent_or_dash
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
+from dpmac_cli.tasks.task import headline_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -233,7 +234,7 @@ def _as_code(name: str) -> str:
     The code is between more backticks than the name has in a row.
     """
     backticks = re.findall("`+", name)
-    fence = "`" * (1 + max((len(each) for each in backticks), default=0))
+    fence = "`" + max(backticks, key=len, default="")
     padded = f" {name} " if backticks else name
     return f"{fence}{padded}{fence}".replace("|", "\\|")
 
@@ -255,7 +256,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         model: its network. If it is a sequence of torch's layers, they become code that builds it.
     """
     template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
-    [*_, trained] = [event for event in report.events if event.trains]
+    trained = report.training[-1]
     recipe = dict[str, Any]()
     for name, default in RECIPE_DEFAULTS.items():
         value = getattr(report.settings, name)
@@ -293,7 +294,8 @@ def _are_own(features: str | None) -> bool:
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
     """Return the events of a run with their names in words, in the order of the card."""
-    trained, counts, tested = (list[tuple[str, TrainingEvent]]() for _ in range(3))
+    trained = list[tuple[str, TrainingEvent]]()
+    counts, tested = list[tuple[str, TrainingEvent]](), list[tuple[str, TrainingEvent]]()
     for event in report.events:
         if event.records == "test":
             tested.append(("test scores", event))
@@ -387,7 +389,7 @@ def _largest(report: Report) -> str:
     confusion_matrix = getattr(report.scores, "confusion", None)
     if not confusion_matrix:
         return "that class"
-    counts = [sum(row) for row in confusion_matrix]
+    counts = list(map(sum, confusion_matrix))
     return _as_code(report.data.classes[counts.index(max(counts))])
 
 

@@ -196,7 +196,8 @@ def scored(
         owners: unit of each record.
     """
     of_records = coins[:, owners]
-    log_p, log_shadows = (log_likelihoods(task, of, shadows) for of in (phi, shadows))
+    log_p = log_likelihoods(task, phi, shadows)
+    log_shadows = log_likelihoods(task, shadows, shadows)
     return {
         "rmia": by_unit(rmia(log_p, log_shadows, of_records), owners),
         "lira": by_unit(lira(phi, shadows, of_records), owners),

@@ -31,7 +31,8 @@ from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models import weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
-from dpmac_cli.release.report import Facts, parse_file
+from dpmac_cli.release.facts import Facts
+from dpmac_cli.release.report import parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.training.carried_accounts import attach
 

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
@@ -12,6 +12,7 @@ from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
 from dpmac_cli.tasks.calibration import Calibration, Reliability
 from dpmac_cli.tasks.intervals import clopper_pearson
+from dpmac_cli.tasks.metrics import EvaluationMetric
 from dpmac_cli.tasks.operating_point import ENDS, MOST_LIKELY, OperatingPoint
 from dpmac_cli.tasks.residuals import ENDS as BINS_OF_RESIDUALS
 from dpmac_cli.tasks.residuals import LEVEL, Residuals
@@ -137,42 +138,30 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     return figure
 
 
-class Point(NamedTuple):
-    """Mean score of the runs of a cell of a study after an epoch: a point of :func:`curves`.
-
-    Attributes:
-        epoch: epochs that were trained, which need not be whole.
-        epsilon: epsilon of one of the runs by then; None without privacy.
-        score: mean of the test scores.
-    """
-
-    epoch: float
-    epsilon: float | None
-    score: float
-
-
-def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
+def curves(cells: Mapping[str, Sequence[Mapping[str, Any]]], metric: EvaluationMetric) -> "Figure":
     """Draw scores over epsilon in one panel, and over epochs in the other.
 
     Each of the first 28 lines has a colour with a kind of dash of its own, and neighbours in the
     legend have different marks, at different points: lines on each other are seen as several.
 
     Args:
-        cells: points of each cell of a study, by its name; each is a line.
-        score: name of the score in words, for the axis.
-        share: True for a score from 0 to 1, which is shown in percent; False for any other number.
+        cells: mean scores of the runs of each cell of a study, by its name; each is a line. A point
+            has the keys of a line of metrics.jsonl: "epoch", which need not be whole, "epsilon" of
+            one of the runs by then, None without privacy, and the score.
+        metric: the score. A share is shown in percent.
     """
     figure, (by_epsilon, by_epoch) = new_figure(2)
-    scale = 100 if share else 1
+    scale = 100 if metric.share else 1
     for number, (name, points) in enumerate(cells.items()):
         epochs, scores = list[float](), list[float]()
         spent, scores_of_spent = list[float](), list[float]()
         for point in points:
-            epochs.append(point.epoch)
-            scores.append(scale * point.score)
-            if point.epsilon is not None:
-                spent.append(point.epsilon)
-                scores_of_spent.append(scale * point.score)
+            score = scale * point[metric.logged]
+            epochs.append(point["epoch"])
+            scores.append(score)
+            if point["epsilon"] is not None:
+                spent.append(point["epsilon"])
+                scores_of_spent.append(score)
         apart = max(1, len(points) // MARKED)
         look: dict[str, Any] = {
             "marker": MARKERS[number % len(MARKERS)],
@@ -182,7 +171,7 @@ def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = Tr
         }
         by_epsilon.plot(spent, scores_of_spent, **look)
         by_epoch.plot(epochs, scores, **look)
-    title = f"test {score}, percent" if share else f"test {score}"
+    title = f"test {metric.title}, percent" if metric.share else f"test {metric.title}"
     by_epsilon.set(xlabel="epsilon of one run", ylabel=title)
     by_epoch.set(xlabel="epoch", ylabel=title)
     by_epoch.locator_params("x", integer=True)
@@ -239,7 +228,7 @@ def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure"
     figure, (panel,) = new_figure(1)
     _draw_counts(panel, counts)
     labels = [_as_text(name) for name in names]
-    long = max(len(name) for name in names) > 3
+    long = max(map(len, names)) > 3
     panel.set_xticks(range(len(labels)), labels, rotation=30 if long else 0)
     panel.set_yticks(range(len(labels)), labels)
     panel.set(xlabel="predicted class", ylabel="true class")
@@ -384,9 +373,11 @@ def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = 
             labels = tuple(row[axis] for axis in study["axes"])
             lines.setdefault(labels, []).append(row)
     for number, (labels, cells) in enumerate(lines.items()):
-        columns = [cell[study["column"]] for cell in cells]
-        scores = [scale * cell["mean"] for cell in cells]
-        spreads = [scale * (cell["std"] or 0) for cell in cells]
+        columns, scores, spreads = list[float](), list[float](), list[float]()
+        for cell in cells:
+            columns.append(cell[study["column"]])
+            scores.append(scale * cell["mean"])
+            spreads.append(scale * (cell["std"] or 0))
         colour = number
         for label in labels:
             if label in optimizers:

@@ -59,7 +59,9 @@ def compare(
         if missing:
             executor = local.Commands(study.runs, jobs)
             for look in local.carry_out(executor, missing, lambda: False):
-                failures |= {run: why for run, why in look.ended if why}
+                for run, why in look.ended:
+                    if why:
+                        failures[run] = why
     comparison = collect(study, failures)
     write_comparison(comparison, where)
     return comparison

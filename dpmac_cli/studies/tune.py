@@ -166,8 +166,11 @@ def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> d
 
     try:
         finish(train_plan(plan, stop_at_once, data))
-        written = [name for name in folder.SEALED if (place / name).exists()]
-        return {name: (place / name).read_bytes() for name in written}
+        published = dict[str, bytes]()
+        for name in folder.SEALED:
+            if (place / name).exists():
+                published[name] = (place / name).read_bytes()
+        return published
     except DivergedError:
         return {}
     finally:

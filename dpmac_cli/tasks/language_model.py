@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Task, register_task
+from dpmac_cli.tasks.metrics import FROM_0, Compared, EvaluationMetric
+from dpmac_cli.tasks.task import Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,16 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
+from dpmac_cli.tasks.metrics import FROM_0, Compared, EvaluationMetric, Interval
 from dpmac_cli.tasks.residuals import EDGES, LEVEL, Residuals, cells
-from dpmac_cli.tasks.task import (
-    FARTHEST,
-    FROM_0,
-    Compared,
-    EvaluationMetric,
-    Interval,
-    Task,
-    register_task,
-)
+from dpmac_cli.tasks.task import FARTHEST, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,10 +131,9 @@ class Regression(Task):
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the task with these :attr:`facts`, and intervals if they have residuals."""
-        target, residuals = facts["target"], facts.get("residuals")
-        task = cls((target["name"],), target["low"], target["high"], target["transform"])
-        return task if residuals is None else replace(task, residuals=Residuals(**residuals))
+        """Return the task with these :attr:`facts`."""
+        target = facts["target"]
+        return cls((target["name"],), target["low"], target["high"], target["transform"])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -166,6 +158,11 @@ class Regression(Task):
     def calibrates(self) -> bool:
         """Return whether its targets are counted: not those of a task of a program, a subclass."""
         return type(self) is Regression
+
+    @property
+    def counted_facts(self) -> Mapping[str, Any]:
+        """Histogram that intervals follow from, by its name."""
+        return {"residuals": self.residuals}
 
     @property
     def cell_count(self) -> int:
@@ -369,10 +366,10 @@ class Regression(Task):
         numbers: dict[str, Floats] = {"predicted": self.answers(outputs)}
         if self.residuals is not None:
             numbers["low"], numbers["high"] = self.between(outputs)
-        return {
-            name: [float(f"{number:.7g}") for number in of[:, 0].tolist()]
-            for name, of in numbers.items()
-        }
+        columns = dict[str, Sequence[Any]]()
+        for name, values in numbers.items():
+            columns[name] = [float(f"{number:.7g}") for number in values[:, 0].tolist()]
+        return columns
 
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
