@@ -185,7 +185,8 @@ class Recipe:
             noisy: True for a run with the noise, the rate and the steps of the attacked one; False
                 for one without noise, by the defaults of such runs.
         """
-        plan, prepared = self.noisy if noisy else self.plain, self._prepared[noisy]
+        plan = self.noisy if noisy else self.plain
+        prepared = self._prepared[noisy]
         coins = np.random.default_rng().random(len(self.members)) < 0.5
         with tempfile.TemporaryDirectory() as cache:
             task = self._task(prepared, np.flatnonzero(coins[self.owners]), Path(cache))
@@ -288,7 +289,8 @@ def attack(read: Callable[[], Recipe], runs: int = 32, jobs: int = 1) -> Attacke
     seal = hashlib.sha256((recipe.run / folder.REPORT).read_bytes()).hexdigest()
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     with folder.locked(where):
-        done, missing = dict[Name, ShadowRun](), list[Name]()
+        done = dict[Name, ShadowRun]()
+        missing = list[Name]()
         for name in itertools.product((True, False), range(runs)):
             earlier = _read(_file(where, seal, name))
             if earlier is None:
@@ -300,7 +302,8 @@ def attack(read: Callable[[], Recipe], runs: int = 32, jobs: int = 1) -> Attacke
             content = safetensors.numpy.save({"coins": run.coins, "phi": run.phi})
             write_atomically(_file(where, seal, name), content, PRIVATE_MODE)
             report(len(done), 2 * runs, where, "runs")
-        noisy, plain = list[ShadowRun](), list[ShadowRun]()
+        noisy = list[ShadowRun]()
+        plain = list[ShadowRun]()
         for number in range(runs):
             noisy.append(done[True, number])
             plain.append(done[False, number])
@@ -391,7 +394,9 @@ def _judged(
         recipe: the attacked recipe.
         noisy, plain: runs of it with noise and without, of which the first half are shadows.
     """
-    events, bounds, shown_bounds = recipe.report.training, dict[float, float](), list[Any]()
+    events = recipe.report.training
+    bounds = dict[float, float]()
+    shown_bounds = list[Any]()
     most_found = (1 - trade_off(events, RATES)).tolist()
     for rate, most in zip(RATES, most_found, strict=True):
         bounds[rate] = most
@@ -424,7 +429,8 @@ def _judged(
 
 def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
     """Return the AUC of each attack on the attacked run; None if nothing was out."""
-    members, scores = recipe.members, recipe.scored(recipe.attacked_run()[None], shadows)
+    members = recipe.members
+    scores = recipe.scored(recipe.attacked_run()[None], shadows)
     if members.all():
         return dict.fromkeys(scores)
     return {name: auc(of[0], members) for name, of in scores.items()}
@@ -432,7 +438,8 @@ def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
 
 def _stacked(runs: Sequence[ShadowRun]) -> ShadowRun:
     """Return several runs as one with a row for each: coins (runs, units), phi (runs, records)."""
-    coins, phi = list[NDArray[np.bool_]](), list[NDArray[np.float64]]()
+    coins = list[NDArray[np.bool_]]()
+    phi = list[NDArray[np.float64]]()
     for run in runs:
         coins.append(run.coins)
         phi.append(run.phi)

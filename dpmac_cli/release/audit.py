@@ -74,7 +74,8 @@ def as_likely(
     Args:
         curve: f. canaries, guesses, right: see :func:`curve_bound`.
     """
-    rights, wrongs = level * right / canaries, level * (guesses - right) / canaries
+    rights = level * right / canaries
+    wrongs = level * (guesses - right) / canaries
     for j in range(right, 0, -1):
         more = max(0.0, curve(1 - rights) - wrongs)  # in outcomes with j - 1 right
         wrongs += more
@@ -111,8 +112,10 @@ class Guesses(Part):
         """Number of right guesses: the r/2 highest scores are guessed in, the r/2 lowest out."""
         order = np.argsort(self.scores, kind="stable")
         coins = np.asarray(self.coins)[order]
-        lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
-        guessed_in, guessed_out = coins[len(coins) - highest :], coins[:lowest]
+        lowest = self.guesses // 2
+        highest = self.guesses - self.guesses // 2
+        guessed_in = coins[len(coins) - highest :]
+        guessed_out = coins[:lowest]
         return int(guessed_in.sum() + (~guessed_out).sum())
 
     def as_json(self) -> dict[str, Any]:

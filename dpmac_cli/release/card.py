@@ -80,7 +80,8 @@ def run_page(run: Path) -> str:
     Raises:
         InputError: it has no card, report or metrics.
     """
-    card, report = without_front_matter(answered_card(run, {})), read_report(run)
+    card = without_front_matter(answered_card(run, {}))
+    report = read_report(run)
     points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = _pictures_of_scores(report)
@@ -255,7 +256,8 @@ def model_card(report: Report, model: "nn.Module") -> str:
         report: report of the run, which every number of the card is from.
         model: its network. If it is a sequence of torch's layers, they become code that builds it.
     """
-    template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
+    template = templates().get_template("model_card.md.jinja")
+    metric, score = report.score
     trained = report.training[-1]
     recipe = dict[str, Any]()
     for name, default in RECIPE_DEFAULTS.items():
@@ -295,7 +297,8 @@ def _are_own(features: str | None) -> bool:
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
     """Return the events of a run with their names in words, in the order of the card."""
     trained = list[tuple[str, TrainingEvent]]()
-    counts, tested = list[tuple[str, TrainingEvent]](), list[tuple[str, TrainingEvent]]()
+    counts = list[tuple[str, TrainingEvent]]()
+    tested = list[tuple[str, TrainingEvent]]()
     for event in report.events:
         if event.records == "test":
             tested.append(("test scores", event))

@@ -314,7 +314,8 @@ class Facts(Part):
             raise ValueError("an encoder, but not which part of it was trained")
         if len(data.classes) < 2 and data.target is None:
             raise ValueError("neither classes nor a target")
-        calibration, cells = network.calibration, cell_count(len(data.classes))
+        calibration = network.calibration
+        cells = cell_count(len(data.classes))
         if calibration is not None and (data.target or 2 * len(calibration.counts) != cells):
             raise ValueError("the calibration is not that of the classes")
         if network.residuals is not None and not (

@@ -124,7 +124,8 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     """
     figure, panels = new_figure(2)
     for panel, name in zip(panels, (score, "epsilon"), strict=True):
-        epochs, values = list[float](), list[float]()
+        epochs = list[float]()
+        values = list[float]()
         for point in points:
             value = point.get(name)
             if isinstance(value, int | float):
@@ -153,8 +154,10 @@ def curves(cells: Mapping[str, Sequence[Mapping[str, Any]]], metric: EvaluationM
     figure, (by_epsilon, by_epoch) = new_figure(2)
     scale = 100 if metric.share else 1
     for number, (name, points) in enumerate(cells.items()):
-        epochs, scores = list[float](), list[float]()
-        spent, scores_of_spent = list[float](), list[float]()
+        epochs = list[float]()
+        scores = list[float]()
+        spent = list[float]()
+        scores_of_spent = list[float]()
         for point in points:
             score = scale * point[metric.logged]
             epochs.append(point["epoch"])
@@ -195,8 +198,11 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     """
     figure, (panel,) = new_figure(1)
     panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
-    calibrated, trained, shares = list[float](), list[float](), list[float]()
-    below, above = list[float](), list[float]()
+    calibrated = list[float]()
+    trained = list[float]()
+    shares = list[float]()
+    below = list[float]()
+    above = list[float]()
     for each in bins:
         calibrated.append(each.calibrated)
         trained.append(each.trained)
@@ -259,7 +265,6 @@ def predicted_numbers(
     counts: Sequence[Sequence[int]],
     coverage: Sequence[float | None] | None,
     ends: Sequence[float],
-    level: float = LEVEL,
 ) -> "Figure":
     """Draw test records by true and predicted number, and the coverage of their intervals.
 
@@ -268,14 +273,14 @@ def predicted_numbers(
         coverage: share of the targets of each predicted bin that are in their intervals, None
             where no record is; None for a model without intervals, which has no such panel.
         ends: ends of the bins on the scale of the target, one more than there are bins.
-        level: share that the intervals were made for, such as 0.9.
     """
     figure, (panel, *others) = new_figure(1 if coverage is None else 2)
     _draw_counts(panel, counts, zero="")
     panel.invert_yaxis()
     diagonal = [-0.5, len(counts) - 0.5]
     panel.plot(diagonal, diagonal, "-", color=COLOURS[1], linewidth=1, alpha=0.6)
-    places, labels = np.arange(len(ends)) - 0.5, [_rounded(end) for end in ends]
+    places = np.arange(len(ends)) - 0.5
+    labels = [_rounded(end) for end in ends]
     panel.set_yticks(places, labels)
     panel.set(ylabel="true number")
     for each in (panel, *others):
@@ -283,7 +288,7 @@ def predicted_numbers(
         each.set(xlabel="predicted number")
     if coverage is not None:
         sizes = np.sum(counts, 0).tolist()
-        _draw_coverage(others[0], sizes, coverage, level)
+        _draw_coverage(others[0], sizes, coverage)
     return figure
 
 
@@ -292,25 +297,23 @@ def _rounded(value: float) -> str:
     return f"{float(f'{value:.3g}'):,g}"
 
 
-def _draw_coverage(
-    panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None], level: float
-) -> None:
+def _draw_coverage(panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None]) -> None:
     """Draw the share of targets in their intervals by bin, with 95% intervals of the share.
 
     Args:
         panel: the panel to draw in.
         sizes: numbers of records in the bins.
-        coverage: share of each bin, from 0 to 1; None for a bin that has no record.
-        level: intended share, drawn as a line.
+        coverage: share of each bin, from 0 to 1; None for a bin that has no record. The intended
+            share is drawn as a line.
     """
-    panel.axhline(level, color=COLOURS[1], linestyle="--")
+    panel.axhline(LEVEL, color=COLOURS[1], linestyle="--")
     for place, (size, share) in enumerate(zip(sizes, coverage, strict=True)):
         if share is not None:
             low, high = clopper_pearson(share, size)
             ends = [[share - low], [high - share]]
             panel.errorbar([place], [share], ends, color="black", marker="o", capsize=3)
     panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(0, 1.02))
-    panel.set(ylabel=f"share in its interval of {level:.0%}")
+    panel.set(ylabel=f"share in its interval of {LEVEL:.0%}")
 
 
 def rates(calibration: Calibration) -> "Figure":
@@ -323,7 +326,8 @@ def rates(calibration: Calibration) -> "Figure":
     """
     figure, (panel,) = new_figure(1)
     _draw_guessing(panel, [0, 1], [0, 1])
-    false_positives, sensitivities = list[float](), list[float]()
+    false_positives = list[float]()
+    sensitivities = list[float]()
     for log_odds in np.linspace(ENDS[0], ENDS[-1], 200).tolist():
         sensitivity, specificity = OperatingPoint(MOST_LIKELY, log_odds).rates(calibration)
         false_positives.append(1 - specificity)
@@ -333,19 +337,18 @@ def rates(calibration: Calibration) -> "Figure":
     return figure
 
 
-def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
-    """Draw the noisy histogram of residuals, and the ends of the interval of a share of them.
+def residuals(histogram: Residuals) -> "Figure":
+    """Draw the noisy histogram of residuals, and the ends of the interval of 90% of them.
 
     Args:
         histogram: noisy counts of targets minus predictions, both scaled to [-1, 1]. Negative
             counts, which the noise makes, are drawn as 0.
-        level: share of the residuals that the interval has.
     """
     figure, (panel,) = new_figure(1)
     counts = np.array(histogram.counts).clip(0)
     shares = counts / max(counts.sum(), 1.0)
     panel.stairs(shares, BINS_OF_RESIDUALS, fill=True, color="#bbbbbb")
-    for end in histogram.interval(level):
+    for end in histogram.interval(LEVEL):
         panel.axvline(end, color=COLOURS[1], linestyle="--")
     low, high = histogram.interval(0.99)
     widest = 1.5 * max(abs(low), abs(high))
@@ -373,7 +376,9 @@ def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = 
             labels = tuple(row[axis] for axis in study["axes"])
             lines.setdefault(labels, []).append(row)
     for number, (labels, cells) in enumerate(lines.items()):
-        columns, scores, spreads = list[float](), list[float](), list[float]()
+        columns = list[float]()
+        scores = list[float]()
+        spreads = list[float]()
         for cell in cells:
             columns.append(cell[study["column"]])
             scores.append(scale * cell["mean"])

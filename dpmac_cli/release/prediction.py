@@ -98,7 +98,8 @@ def _check_new(x: Any, path: Path, records: Records) -> None:
     """
     if isinstance(x, Rows):
         return  # decoded as the model needs them
-    is_image, rank = records.kind == "images", len(records.shape)
+    is_image = records.kind == "images"
+    rank = len(records.shape)
     ranks = (3, 4) if is_image else (rank + 1,)
     in_shape = x.ndim in ranks and channels_first(x[:1]).shape[1:] == records.shape
     names = ("channels", "height", "width")[-rank:]
@@ -237,7 +238,9 @@ def predict(
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
-    x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
+    x = reading.arrays["x"]
+    names = reading.arrays["name"]
+    ids = reading.arrays.get("id")
     _check_new(x, declared.path, released.facts.data.records)
     inputs = partial(_inputs, x, released.facts.data.records, released.device)
     logits = _outputs(released, inputs(), len(x))
@@ -353,7 +356,8 @@ def _outputs(
         batches: records as the network takes them, some after the other.
         count: number of all records, for the progress.
     """
-    done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
+    done = 0
+    kind = torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
     all_logits = torch.empty(count, released.facts.task.outputs, dtype=kind)
     for logits in outputs(released.model, batches):

@@ -126,7 +126,8 @@ def describe_run(session: Session, exact: Mapping[str, Any]) -> Report:
     released = {"ranges": session.trainer.ranges, **task.counted_facts}
     run = DescribedRun(session.plan, session.account, session.weighed, released)
     guarantee = guarantee_of(run)
-    point, calibration = released.get("operating_point"), released.get("calibration")
+    point = released.get("operating_point")
+    calibration = released.get("calibration")
     if point is not None:
         epsilon = guarantee["epsilon"] or math.inf
         statement = operating_point(point, calibration, task.names, epsilon)
@@ -208,7 +209,8 @@ def _settings(session: Session) -> Any:
 
 def _data(session: Session) -> Data:
     """Return the facts of the records: name, sizes, declarations, and ranges that were counted."""
-    facts, task_facts = session.plan.facts, dict[str, Any](session.trainer.data.task.facts)
+    facts = session.plan.facts
+    task_facts = dict[str, Any](session.trainer.data.task.facts)
     schema = facts.schema
     return Data(
         name=facts.name,
@@ -287,8 +289,7 @@ def computed(run: DescribedRun) -> dict[str, str]:
 
     Returns:
         A status by the name of the value in words: "protected" by noise, "declared public" by
-            whoever
-        trained the model, "published" with a registered dataset, or "not covered".
+        whoever trained the model, "published" with a registered dataset, or "not covered".
     """
     facts = run.plan.facts
     statuses = {"weights, and all numbers of the report except those below": PROTECTED}
@@ -361,7 +362,8 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
         return None
     logged = {name.removeprefix("test_"): value for name, value in last.items()}
     values = {**logged, **exact, headline.key: last.get(headline.logged)}
-    metrics, details = dict[str, Any](), dict[str, Any]()
+    metrics = dict[str, Any]()
+    details = dict[str, Any]()
     constants = {metric.constant for metric in task.metrics}
     for metric in task.metrics:
         metrics[metric.key] = Score(**_score(values, metric.key, metric.constant))

@@ -45,7 +45,8 @@ def compare(
             ``out``.
         BudgetError: no noise meets a target epsilon.
     """
-    where, dataset = Path(out), settings.get("dataset")
+    where = Path(out)
+    dataset = settings.get("dataset")
     if not (dataset is None or isinstance(dataset, str | Path)):
         raise InputError(
             "compare trains each run by a command, which cannot read records in memory. Save them "

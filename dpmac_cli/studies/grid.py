@@ -77,7 +77,8 @@ def read_values(
         if name in merged:
             of_study[name] = merged.pop(name)
     study = valid(model, of_study, faults, places)
-    values, typed = ValuesOf(), ValuesOf()
+    values = ValuesOf()
+    typed = ValuesOf()
     for name, value in merged.items():
         listed = listed_values(name, value)
         for single in listed:
@@ -135,7 +136,9 @@ def resolved(
     Raises:
         InputError: lists every fault of any combination.
     """
-    results, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
+    results = list[Resolved]()
+    errors = dict[str, None]()
+    notes = dict[str, None]()
     data: Dataset | None = None
     for case in cases:
         try:
@@ -271,7 +274,8 @@ class Grid:
             if run.plan.private:
                 epsilon = total_epsilon(run.plan.planned, run.plan.settings.delta)
                 cost = format_epsilon(epsilon)
-            steps, seeds = f"{run.plan.event.steps:,}", str(len(runs))
+            steps = f"{run.plan.event.steps:,}"
+            seeds = str(len(runs))
             yield row_name(run.labels), f"{run.column:g}", cost, steps, seeds
 
 

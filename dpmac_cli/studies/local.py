@@ -406,7 +406,8 @@ class Commands:
             InputError: the device is a GPU, and there is none.
         """
         self._device = runs[0].plan.settings.device
-        gpus, cores = count_gpus(self._device), _usable_threads()
+        gpus = count_gpus(self._device)
+        cores = _usable_threads()
         self.slots = min(jobs or gpus or cores, len(runs))
         self._threads = max(1, cores // self.slots)
         # A run on one GPU that was named takes no other.

@@ -126,7 +126,8 @@ def collect(grid: Grid, failures: Mapping[Run, str]) -> Comparison:
     Raises:
         InputError: an older version of dpmac wrote a report, or one cannot be read.
     """
-    cells, rivals = dict[tuple[Labels, float], Cell](), defaultdict[float, list[Cell]](list)
+    cells = dict[tuple[Labels, float], Cell]()
+    rivals = defaultdict[float, list[Cell]](list)
     for runs in grid.by_cell():
         cell = _cell(runs, failures)
         cells[cell.labels, cell.column] = cell
@@ -149,7 +150,9 @@ def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
         runs: runs that differ only by their seed.
         failures: why runs failed.
     """
-    values, unfinished, seconds = dict[int, float](), dict[int, str](), list[float]()
+    values = dict[int, float]()
+    unfinished = dict[int, str]()
+    seconds = list[float]()
     first = runs[0]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
     epsilon = total_epsilon((event,), delta) if plan.private else math.inf
@@ -201,7 +204,8 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
         )
     if report["state"] != "finished":
         return None
-    plan, taken = run.plan, report["network"]["steps"]
+    plan = run.plan
+    taken = report["network"]["steps"]
     complete = taken >= plan.event.steps or plan.settings.epsilon is not None
     return report if complete else None
 
@@ -246,7 +250,8 @@ def judge(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
     if len(tested) < 2:
         return list(cells)
     best = max(tested, key=lambda cell: metric.better(cell.mean))
-    differences, p_values = dict[Labels, Difference](), list[float]()
+    differences = dict[Labels, Difference]()
+    p_values = list[float]()
     for cell in tested:
         difference = None if cell is best else paired(cell.values, best.values)
         if difference is not None:
@@ -279,7 +284,9 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference |
     if len(seeds) < FEWEST:
         return None
     differences = [one[seed] - other[seed] for seed in seeds]
-    mean, spread, freedom = fmean(differences), stdev(differences), len(seeds) - 1
+    mean = fmean(differences)
+    spread = stdev(differences)
+    freedom = len(seeds) - 1
     if spread < LEAST_SPREAD:
         return Difference(mean, mean, mean, 1.0)
     error = spread / math.sqrt(len(seeds))
@@ -288,22 +295,21 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference |
     return Difference(mean, mean - half, mean + half, p_value)
 
 
-def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+def holm(p_values: Sequence[float]) -> list[bool]:
     """Return which hypotheses Holm's step-down method (1979) rejects.
 
-    Hypotheses are tested from the smallest p-value on, the k-th of m (from 0) at level / (m - k),
-    until one is not rejected.
+    Hypotheses are tested from the smallest p-value on, the k-th of m (from 0) at LEVEL / (m - k),
+    until one is not rejected. So a true one is rejected with a probability of at most LEVEL.
 
     Args:
         p_values: one p-value per hypothesis.
-        level: largest probability to reject any true hypothesis.
 
     >>> holm([0.01, 0.04, 0.03, 0.005])
     [True, False, False, True]
     """
     first_not_rejected = math.inf
     for rank, p_value in enumerate(sorted(p_values)):
-        if p_value > level / (len(p_values) - rank):
+        if p_value > LEVEL / (len(p_values) - rank):
             first_not_rejected = p_value
             break
     return [p_value < first_not_rejected for p_value in p_values]

@@ -270,7 +270,8 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
     for name, listed in values.items():
         typed = f"{{{name}=}}{','.join(map(str, listed))}"
         kind = kind_of(SETTINGS[name])
-        is_number, is_one_value = kind in (int, float), len(listed) == 1
+        is_number = kind in (int, float)
+        is_one_value = len(listed) == 1
         is_range = is_number and is_one_value and RANGE.fullmatch(str(listed[0])) is not None
         if is_one_value and not is_range:
             continue
@@ -306,7 +307,8 @@ def _calibrated(
     Raises:
         InputError, BudgetError: as in :func:`plan_search`.
     """
-    space, values = list[str](), dict[str, Sequence[Any]]()
+    space = list[str]()
+    values = dict[str, Sequence[Any]]()
     for name, value in shared.items():
         values[name] = [value]
     for dimension in drawn:
@@ -321,7 +323,8 @@ def _calibrated(
     different = dict[tuple[TrainingEvent, ...], dict[str, Any]]()
     for result, trial in zip(results, trials, strict=True):
         different[events_of_trial(result.plan)] = trial
-    data, settings = results[0].data, results[0].plan.settings
+    data = results[0].data
+    settings = results[0].plan.settings
 
     def plans(epsilon: float) -> tuple[Plan, ...]:
         plans_of_trials = list[Plan]()

@@ -135,7 +135,8 @@ def _best(
         RunError: every trial diverged.
         KeyboardInterrupt: ``stop`` returned True.
     """
-    most, best = -math.inf, dict[str, bytes]()
+    most = -math.inf
+    best = dict[str, bytes]()
     for _ in range(space.search.trials.draw()):
         plan = space.trial()
         published = _trained(plan.placed(place), place, stop, data)

@@ -222,9 +222,11 @@ def as_markdown(comparison: Comparison) -> str:
     for column, epsilon in epsilons.items():
         titles.append(f"{comparison.grid.column} {column:g}")
         costs.append("no privacy" if math.isinf(epsilon) else format_epsilon(epsilon))
-    means, differences = [[*costs, ""]], list[list[str]]()
+    means = [[*costs, ""]]
+    differences = list[list[str]]()
     for labels, of_row in rows_of.items():
-        of_means, of_differences = [_as_cell(labels)], [_as_cell(labels)]
+        of_means = [_as_cell(labels)]
+        of_differences = [_as_cell(labels)]
         for column in epsilons:
             of_column = of_row.get(column)
             of_means.append(_mean(of_column, metric))
@@ -354,7 +356,8 @@ def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Mapping[s
         runs: the runs of one cell, which are evaluated after the same epochs.
         metric: the score. Runs that release one score at the end have one line.
     """
-    scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
+    scores = defaultdict[float, list[float]](list)
+    spent = dict[float, float | None]()
     for run in runs:
         if finished_report(run) is None:
             continue
@@ -382,7 +385,8 @@ def _difference(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return the difference of a cell from the best mean, with its interval."""
     if cell is None or cell.difference is None:
         return MISSING
-    low, high = _number(cell.difference.low, metric), _number(cell.difference.high, metric)
+    low = _number(cell.difference.low, metric)
+    high = _number(cell.difference.high, metric)
     return f"{_number(cell.difference.mean, metric)} [{low}, {high}]"
 
 
@@ -404,8 +408,11 @@ def remarks(comparison: Comparison) -> list[str]:
     Args:
         comparison: the results.
     """
-    epsilon, cells, sentences = comparison.epsilon, comparison.cells, list[str]()
-    rivals, tested = Counter[float](), Counter[float]()
+    epsilon = comparison.epsilon
+    cells = comparison.cells
+    sentences = list[str]()
+    rivals = Counter[float]()
+    tested = Counter[float]()
     few, runs, unfinished = False, 0, 0
     for cell in cells:
         rivals[cell.column] += 1

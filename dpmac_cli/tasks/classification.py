@@ -204,7 +204,7 @@ class Classification(Task):
         # Infinity is the largest number: softmax is not NaN.
         known = self.adjusted(np.nan_to_num(outputs).astype(np.float64))
         probabilities = special.softmax(known, 1)
-        lost = np.isnan(outputs).any(1, keepdims=True)
+        lost = is_lost(outputs)[:, None]
         return np.where(lost, np.nan, probabilities).astype(np.float32)
 
     def chosen(self, outputs: Outputs) -> NDArray[np.int64]:
@@ -242,11 +242,11 @@ class Classification(Task):
             targets: numbers of the true classes, shape (records,).
             owners: index of each record's unit of privacy, shape (records,).
         """
-        lost = np.isnan(outputs).any(1)
+        lost = is_lost(outputs)
         guess = np.where(lost, -1, self.chosen(outputs))
         truth: NDArray[np.bool_] = np.equal(targets[:, None], np.arange(self.outputs))
         worst = 2 - 3 * truth.astype(np.float32)
-        scores = np.where(lost.reshape(-1, 1), worst, self.answers(outputs))
+        scores = np.where(lost[:, None], worst, self.answers(outputs))
         return Compared(targets, guess, owners, scores)
 
     def counted(self, of: Compared) -> tuple[NDArray[np.int64], int]:
@@ -290,7 +290,8 @@ class Classification(Task):
         Returns:
             Sentences, and whether the outputs tell nothing; None if there is nothing to note.
         """
-        correct, records = int(right(of).sum()), len(of.truth)
+        correct = int(right(of).sum())
+        records = len(of.truth)
         most = int(np.bincount(of.truth).max())
         if most == records:
             return None

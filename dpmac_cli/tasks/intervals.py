@@ -60,7 +60,9 @@ def intervals(
         values: their values by name; nan if they are not defined.
         resamples: number of bootstrap resamples; by default :func:`resamples_for`.
     """
-    shares, others, most = dict[str, Interval](), list[EvaluationMetric](), math.inf
+    shares = dict[str, Interval]()
+    others = list[EvaluationMetric]()
+    most = math.inf
     for metric in metrics:
         if metric.right is not None:
             share, size = share_of(of.owners, metric.right(of))
@@ -71,7 +73,8 @@ def intervals(
     drawn = resampled(of, others, resamples or resamples_for(*of.scores.shape))
     apart = dict[str, Interval]()
     for metric in others:
-        value, seen = values[metric.name], drawn[metric.name]
+        value = values[metric.name]
+        seen = drawn[metric.name]
         if metric.share:
             size = min(_effective(of, metric, value, seen), most)
             apart[metric.name] = clopper_pearson(value, size)
@@ -103,7 +106,8 @@ def resampled(
         metrics: metrics to compute.
         resamples: number of resamples.
     """
-    generator, units = np.random.default_rng(0), _units(of)
+    generator = np.random.default_rng(0)
+    units = _units(of)
     drawn: dict[EvaluationMetric, list[float]] = {metric: [] for metric in metrics}
     if not drawn:
         return {}
@@ -119,7 +123,8 @@ def resampled(
 
 def _spread(of: Compared, drawn: Floats) -> tuple[float, float]:
     """Return the variance of a metric between units, and its degrees of freedom."""
-    some, units = drawn[np.isfinite(drawn)], _units(of)
+    some = drawn[np.isfinite(drawn)]
+    units = _units(of)
     if len(some) < 2 or units < 2:
         return 0.0, 0.0
     variance = float(np.var(some, ddof=1)) * units / (units - 1)
@@ -193,7 +198,8 @@ def clopper_pearson(share: float, size: float) -> Interval:
     """
     if math.isnan(share):
         return math.nan, math.nan
-    hits, misses = share * size, (1 - share) * size
+    hits = share * size
+    misses = (1 - share) * size
     low = special.betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
     high = special.betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
     return min(float(low), share), max(float(high), share)
@@ -222,10 +228,10 @@ def share_of(owners: NDArray[np.int64], right: NDArray[np.bool_]) -> tuple[float
 
     Returns:
         The share, from 0 to 1, and a number that :func:`clopper_pearson` takes as ``size``: that of
-            the
-        records if each is a unit, and fewer if records of a unit are alike.
+        the records if each is a unit, and fewer if records of a unit are alike.
     """
-    hits, answers = np.bincount(owners, right), np.bincount(owners)
+    hits = np.bincount(owners, right)
+    answers = np.bincount(owners)
     return size_of_shares(hits.astype(float), answers.astype(float))
 
 
@@ -238,10 +244,14 @@ def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
     The variance includes two more units of mean size, of which one is right in everything and one
     in nothing: few units with wrong answers say little about how they differ.
     """
-    total, units = float(answers.sum()), len(answers)
-    value, size = float(right.sum()) / total, total / units
-    hits, counts = np.append(right, [0.0, size]), np.append(answers, [size, size])
-    share, more = hits.sum() / counts.sum(), units + 2
+    total = float(answers.sum())
+    units = len(answers)
+    value = float(right.sum()) / total
+    size = total / units
+    hits = np.append(right, [0.0, size])
+    counts = np.append(answers, [size, size])
+    share = hits.sum() / counts.sum()
+    more = units + 2
     squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
     variance = float(squares / (share * (1 - share))) * value * (1 - value)
     return value, effective_size(value, variance, total, units, units - 1)

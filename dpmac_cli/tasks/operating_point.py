@@ -125,7 +125,8 @@ class OperatingPoint:
         Args:
             calibration: that of the network, with its noisy counts.
         """
-        counts, drawn = _known(calibration), np.random.default_rng(0)
+        counts = _known(calibration)
+        drawn = np.random.default_rng(0)
         target = SENSITIVITY.fullmatch(self.asked)
         sensitivities = list[float]()
         for _ in range(DRAWS):

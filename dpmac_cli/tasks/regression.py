@@ -304,11 +304,13 @@ class Regression(Task):
             low, high: ends of that part, on the scale of :attr:`ends`; low < high.
         """
         least, most = self.ends
-        low, high = max(low, least), min(high, most)
+        low = max(low, least)
+        high = min(high, most)
         if low >= high:
             return self
         if self.transform == "log1p":
-            low, high = math.expm1(low), math.expm1(high)
+            low = math.expm1(low)
+            high = math.expm1(high)
         return replace(self, low=max(low, self.low), high=min(high, self.high))
 
     def covers(self, other: Task) -> bool:
@@ -383,7 +385,8 @@ class Regression(Task):
             targets: encoded targets, shape (records, 1).
             owners: index of each record's unit of privacy, shape (records,).
         """
-        truth, guess = self._true(targets), self.decoded(outputs)[:, 0]
+        truth = self._true(targets)
+        guess = self.decoded(outputs)[:, 0]
         low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
         guess = np.where(np.isnan(guess), worst, guess)
@@ -423,7 +426,8 @@ class Regression(Task):
         Args:
             of: predictions for test records beside their targets.
         """
-        true, predicted = self._bins(of.truth), self._bins(of.guess)
+        true = self._bins(of.truth)
+        predicted = self._bins(of.guess)
         counts = np.zeros((BINS, BINS), np.int64)
         np.add.at(counts, (true, predicted), 1)
         details: dict[str, Any] = {"by_bin": counts.tolist()}
@@ -466,9 +470,11 @@ class Regression(Task):
         kind, _, parameter = loss.partition(":")
         level = float(parameter) if kind == "quantile" else 0.5
         named = {"mse": "mean", "quantile": f"{level:g}-quantile"}.get(kind, "median")
-        truth, guess = self.encoded(of.truth), self.encoded(of.guess)
+        truth = self.encoded(of.truth)
+        guess = self.encoded(of.guess)
         one = truth.mean() if kind == "mse" else np.quantile(truth, level)
-        errors, of_one = truth - guess, truth - one
+        errors = truth - guess
+        of_one = truth - one
         if kind == "mse":
             bad = np.square(errors).mean() >= np.square(of_one).mean()
         else:

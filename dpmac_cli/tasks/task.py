@@ -219,8 +219,7 @@ class Task(ABC):
 
         Returns:
             Cells from 0, int64, shape (records,); -1 for a record that is in none. A cell depends
-            on no
-            other record.
+            on no other record.
 
         Raises:
             ValueError: the task has no calibration.
@@ -282,8 +281,7 @@ class Task(ABC):
 
         Returns:
             Values by the name of the column, one per record. One column is "predicted", except of
-            language
-            models.
+            language models.
         """
 
     @abstractmethod
@@ -339,9 +337,8 @@ class Task(ABC):
 
         Returns:
             What was measured, in one or more sentences, each with its full stop; and whether the
-            outputs
-            tell nothing, so that longer training or less noise may help. None if there is nothing
-            to note.
+            outputs tell nothing, so that longer training or less noise may help. None if there is
+            nothing to note.
         """
         return None
 
