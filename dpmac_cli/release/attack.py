@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.accountants import delta_curve, type_two_errors
-from dpmac_cli.accounting.events import merged
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.config.plan import Plan, with_noise
 from dpmac_cli.config.settings import DATA, GROUPS, NO_CALIBRATION
@@ -42,7 +40,7 @@ from dpmac_cli.models.dataset import Data, on_device
 from dpmac_cli.models.dataset import Split as Records
 from dpmac_cli.progress import report, unheard
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.audit import THINNING, Guesses, as_likely
+from dpmac_cli.release.audit import Guesses, contradicts
 from dpmac_cli.release.facts import FORMAT
 from dpmac_cli.release.membership import RATES, auc, confidences, figures, halves, scored
 from dpmac_cli.release.model_file import load_model
@@ -410,8 +408,7 @@ def _judged(
         scores=tuple(scores[TESTED].ravel().tolist()),
         coins=tuple(targets.coins.ravel().tolist()),
     )
-    curve = type_two_errors(delta_curve(merged(events)), THINNING)
-    holds = as_likely(curve, targets.coins.size, guessed.guesses, guessed.right)
+    holds = not contradicts(events, targets.coins.size, guessed.guesses, guessed.right)
     contents = {
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),

@@ -53,13 +53,22 @@ def curve_bound(
     """
 
     def possible(factor: float) -> bool:
-        beta = type_two_errors(delta_curve(merged(times_noise(events, factor))), THINNING)
-        return as_likely(beta, canaries, guesses, right)
+        return not contradicts(times_noise(events, factor), canaries, guesses, right)
 
     least = bisect_left(FACTORS, True, key=lambda factor: not possible(factor))
     if least == len(FACTORS):
         return 0.0
     return total_epsilon(times_noise(events, FACTORS[least]), delta)
+
+
+def contradicts(events: Sequence[TrainingEvent], canaries: int, guesses: int, right: int) -> bool:
+    """Return whether right guesses rule the trade-off curve of events out, at 95% confidence.
+
+    Args:
+        events: claimed events. canaries, guesses, right: see :func:`curve_bound`.
+    """
+    beta = type_two_errors(delta_curve(merged(events)), THINNING)
+    return not as_likely(beta, canaries, guesses, right)
 
 
 def as_likely(

@@ -45,6 +45,7 @@ from dpmac_cli.runs.environment import choose_device, device_name
 from dpmac_cli.runs.ledger import state_of
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.trainer import RANGES
+from dpmac_cli.tasks.metrics import EvaluationMetric
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import losses
 
@@ -364,12 +365,10 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
     values = {**logged, **exact, headline.key: last.get(headline.logged)}
     metrics = dict[str, Any]()
     details = dict[str, Any]()
-    constants = {metric.constant for metric in task.metrics}
     for metric in task.metrics:
-        metrics[metric.key] = Score(**_score(values, metric.key, metric.constant))
+        metrics[metric.key] = Score(**_score(values, metric))
     for name in task.reported:
-        if name not in constants:
-            details[name] = values.get(name)
+        details[name] = values.get(name)
     return Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
@@ -380,20 +379,19 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
     )
 
 
-def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]:
+def _score(values: Mapping[str, Any], metric: EvaluationMetric) -> dict[str, Any]:
     """Return a metric with its interval, and what a constant prediction has, if they are known.
 
     Args:
         values: scores as JSON values.
-        key: key of the metric.
-        constant: key of the metric of the best constant prediction.
+        metric: the metric.
     """
-    score = {"value": values.get(key)}
-    interval = values.get(f"{key}_interval")
+    score = {"value": values.get(metric.key)}
+    interval = values.get(f"{metric.key}_interval")
     if interval is not None:
         score["low"], score["high"] = interval
-    if constant in values:
-        score["constant"] = values[constant]
+    if metric.constant in values:
+        score["constant"] = values[metric.constant]
     return score
 
 

@@ -55,7 +55,6 @@ class Classification(Task):
     operating_point: OperatingPoint | None = field(default=None, compare=False)
 
     of_record: ClassVar[str] = "one class"
-    noun: ClassVar[str] = "classifier"
     listed: ClassVar[str] = "classes"
     result: ClassVar[str] = "The result is the index of the class in the list above, from 0."
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
@@ -78,10 +77,7 @@ class Classification(Task):
         EvaluationMetric("log-loss", "log loss", log_loss, lower=True, ends=FROM_0),
         EvaluationMetric("calibration-error", "calibration error", calibration_error, lower=True),
     )
-    reported: ClassVar[tuple[str, ...]] = (
-        *("constant_accuracy", "constant_log_loss"),
-        *("sensitivity", "specificity", "confusion"),
-    )
+    reported: ClassVar[tuple[str, ...]] = ("sensitivity", "specificity", "confusion")
     target: ClassVar[str] = "int64"
     asked: ClassVar[bool] = False
 

@@ -43,7 +43,6 @@ class LanguageModel(Task):
     names: tuple[str, ...] = ("next token",)
 
     of_record: ClassVar[str] = "a text to continue"
-    noun: ClassVar[str] = "language model"
     listed: ClassVar[str] = "predicts"
     result: ClassVar[str] = "The result is the perplexity of each text."
     losses: ClassVar[tuple[str, ...]] = ("next-token",)

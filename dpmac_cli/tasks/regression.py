@@ -106,7 +106,6 @@ class Regression(Task):
     level: float = field(default=LEVEL, compare=False)
 
     of_record: ClassVar[str] = "one number"
-    noun: ClassVar[str] = "regression model"
     listed: ClassVar[str] = "target"
     result: ClassVar[str] = "The result is the predicted number, on the scale of the target."
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
@@ -119,8 +118,7 @@ class Regression(Task):
         ),
     )
     reported: ClassVar[tuple[str, ...]] = (
-        *("constant_mae", "constant_rmse", "by_bin"),
-        *("interval_coverage", "interval_coverage_by_bin"),
+        *("by_bin", "interval_coverage", "interval_coverage_by_bin"),
     )
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"

@@ -31,14 +31,14 @@ class Task(ABC):
         names: names of the outputs, in their order.
         kind: name of the task in ``--task`` and in reports; :func:`register_task` sets it.
         of_record: what a record has, in words.
-        noun, listed, result: what the model is, the title of the names of its outputs, and a
-            sentence on what the function ``predict`` returns, in a model card.
+        listed, result: the title of the names of its outputs, and a sentence on what the function
+            ``predict`` returns, in a model card.
         losses: losses that fit, the default first; it is also the test loss.
         functions: losses that :func:`~dpmac_cli.dp.losses.build_loss` does not know, by name. Each
             takes outputs and targets, torch tensors with one row per sample, and returns one loss
             per sample.
         metrics: metrics of the task, the default first.
-        reported: keys of further scores in a report.
+        reported: keys of further scores in a report, besides metrics and their constants.
         target: dtype of the targets, as in numpy.
         public: what is declared of the targets, in words.
         weighted: whether classes can have weights, and their labels be smoothed.
@@ -52,7 +52,6 @@ class Task(ABC):
 
     kind: ClassVar[str]
     of_record: ClassVar[str]
-    noun: ClassVar[str]
     listed: ClassVar[str]
     result: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
@@ -100,13 +99,6 @@ class Task(ABC):
     def covered(self) -> tuple[str, ...]:
         """Names of the metrics that can be released with noise; () if none can."""
         return tuple(metric.name for metric in self.metrics if metric.covered)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the task's scores in a report."""
-        metrics = (metric.key for metric in self.metrics)
-        noise = ("noise", "interval", f"{self.headline.key}_interval")
-        return (*metrics, *self.reported, *noise)
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
