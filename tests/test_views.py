@@ -74,7 +74,9 @@ def of_report(run: Path) -> set[str]:
     facts += [*map(sum, counts), *map(sum, zip(*counts, strict=True))]
     facts.append(sum(row[place] for place, row in enumerate(counts)))
     # Shares of records by their noisy histogram, which the report has.
-    facts += [value for each in cards._reliability(read_report(run)) for value in each]
+    known = read_report(run).network.calibration
+    for each in [] if known is None else known.reliability():
+        facts += each
     return set().union(*map(forms, facts))
 
 

@@ -28,7 +28,6 @@ from dpmac_cli.tasks.task import METRICS, Task
 if TYPE_CHECKING:
     from dpmac_cli.config.facts import DataFacts
     from dpmac_cli.release.attack import Recipe
-    from dpmac_cli.release.audit import Audit
     from dpmac_cli.release.model_file import Released
     from dpmac_cli.training.evaluation import Evaluation
 
@@ -182,9 +181,10 @@ def evaluate(
         return
     if audit:  # only reads files of the run
         with console.waiting(json, "bounds"):
-            judged = late.audit.read_audit(run)
-            verdict = judged.verdict()
-        _judge(judged, verdict, run, json)
+            guesses, claim = late.audit.read_audit(run)
+            assert claim.delta is not None  # noqa: S101  (a claim has one)
+            verdict = late.audit.verdict(guesses, claim.training, claim.delta, claim.epsilon)
+        _judge(verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
         loaded = late.run.load(run, device=device, factory=model, public=public)
@@ -364,12 +364,11 @@ def _attack(
         raise typer.Exit(MISFIT)
 
 
-def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
+def _judge(verdict: Mapping[str, Any], run: Path, json: bool) -> None:
     """Print the result of an audit; exit with code 4 if it contradicts the claim.
 
     Args:
-        audit: the guesses of the attack on canaries, and the claim.
-        verdict: what follows from them, as JSON values.
+        verdict: what the guesses of the attack on canaries prove, and the claim, as JSON values.
         run: folder of the run.
         json: whether to print JSON for a program.
 
@@ -381,12 +380,12 @@ def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
     else:
         out = console.stdout()
         out.print(
-            f"claimed: {cost_in_words(audit.claimed, audit.delta)}\n"
-            f"attack: {audit.right:,} of {audit.guesses:,} guesses right, "
-            f"{len(audit.coins):,} canaries\n"
-            f"proven: epsilon at least {audit.curve_bound:.3f}, if only the amount of noise may be "
-            f"wrong ({verdict['confidence']:.0%} confidence)"
+            f"claimed: {cost_in_words(verdict['claimed_epsilon'], verdict['delta'])}\n"
+            f"attack: {verdict['right']:,} of {verdict['guesses']:,} guesses right, "
+            f"{verdict['canaries']:,} canaries\n"
+            f"proven: epsilon at least {verdict['curve_bound']:.3f}, if only the amount of noise "
+            f"may be wrong ({verdict['confidence']:.0%} confidence)"
         )
-        out.print(HOLDS if audit.holds else BROKEN)
-    if not audit.holds:
+        out.print(HOLDS if verdict["holds"] else BROKEN)
+    if not verdict["holds"]:
         raise typer.Exit(MISFIT)

@@ -35,8 +35,6 @@ from dpmac_cli.release.plots import (
 from dpmac_cli.release.report import Report, Score, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
-from dpmac_cli.tasks.calibration import Reliability
-from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.metrics import number, percent_or_dash
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import headline_in
@@ -112,12 +110,12 @@ def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
         if coverage is not None:
             title += ", and the share of the targets in their intervals"
         pictures[title] = predicted_numbers(by_number, coverage, task.bin_ends)
-    bins = _reliability(report)
-    if bins:
-        pictures["Reliability of probabilities"] = reliability(bins)
-    if network.calibration is not None and len(classes) == 2:
+    calibration = network.calibration
+    if calibration is not None and calibration.reliability():
+        pictures["Reliability of probabilities"] = reliability(calibration.reliability())
+    if calibration is not None and len(classes) == 2:
         title = "Sensitivity and specificity by the noisy histogram of the training records"
-        pictures[title] = rates(network.calibration)
+        pictures[title] = rates(calibration)
     if network.residuals is not None:
         title = "Targets minus predictions by the noisy histogram, and the interval of 90%"
         pictures[title] = residuals(network.residuals)
@@ -142,14 +140,6 @@ def _figures_first(card: str) -> tuple[str, str]:
         else:
             words += f"## {section}"
     return figures, words
-
-
-def _reliability(report: Report) -> list[Reliability]:
-    """Return probabilities beside the noisy histogram of a calibration; none without one."""
-    task = report.task
-    if not isinstance(task, Classification) or task.calibration is None:
-        return []
-    return task.calibration.reliability()
 
 
 def _points(run: Path) -> list[dict[str, Any]]:
@@ -259,6 +249,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
     template = templates().get_template("model_card.md.jinja")
     metric, score = report.score
     trained = report.training[-1]
+    calibration = report.network.calibration
     recipe = dict[str, Any]()
     for name, default in RECIPE_DEFAULTS.items():
         value = getattr(report.settings, name)
@@ -272,7 +263,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         continues=bool(report.task.network),
         score=score,
         largest=_largest(report),
-        reliability=_reliability(report),
+        reliability=[] if calibration is None else calibration.reliability(),
         most_classes=MOST_CLASSES,
         percent=percent_or_dash,
         number=number,
