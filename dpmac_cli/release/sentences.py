@@ -295,6 +295,8 @@ def operating_point(
 ) -> str:
     """Return what decides between two classes, and how well by the noisy histogram.
 
+    It depends on the epsilon that the other sentences stand beside, so it is none of :data:`TOPICS`.
+
     Args:
         point: the point in use.
         calibration: what it follows from; None for a probability without one.

@@ -48,12 +48,16 @@ DECIDED: Mapping[str, str] = {
 }
 #: Settings of the groups that a search draws from which it does not draw.
 FIXED = ("dataset", "recipe", "class_weights", "shares", "threshold")
+
+
+def _is_drawn(name: str) -> bool:
+    """Return whether a search can draw a setting: one with several values that trials may have."""
+    of_training = GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
+    return of_training and name not in FIXED and not is_switch(SETTINGS[name])
+
+
 #: Settings that a search can draw.
-SEARCHED: Fields = {
-    name: field
-    for name, field in SETTINGS.items()
-    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE) and name not in FIXED and not is_switch(field)
-}
+SEARCHED: Fields = {name: field for name, field in SETTINGS.items() if _is_drawn(name)}
 
 
 class SearchFlags(Flags, frozen=True):
