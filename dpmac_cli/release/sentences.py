@@ -295,7 +295,7 @@ def operating_point(
 ) -> str:
     """Return what decides between two classes, and how well by the noisy histogram.
 
-    It depends on the epsilon that the other sentences stand beside, so it is none of :data:`TOPICS`.
+    It depends on the epsilon beside which sentences stand, so it is none of :data:`TOPICS`.
 
     Args:
         point: the point in use.
