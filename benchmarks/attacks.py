@@ -22,6 +22,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from common import append_line, parser_of, read_lines
 from tables import TABLES, load
 
 from dpmac_cli import train
-from dpmac_cli.release.attack import Asked, attack
+from dpmac_cli.release.attack import Recipe, attack
 
 EPSILONS = (1.0, 3.0, 8.0)
 #: Networks of the table: the default of a table, and one that overfits without noise.
@@ -66,7 +67,7 @@ def measure(settings: dict[str, Any], runs: int, folder: Path) -> dict[str, Any]
     """Train a run and attack its recipe; return the figures and the seconds of the attack."""
     run = train(**settings, device="cpu", seed=0, out=folder / "run")
     begun, cpu = time.perf_counter(), time.process_time()
-    result = attack(Asked(run.folder), runs)
+    result = attack(partial(Recipe, run.folder), runs)
     contents: dict[str, Any] = json.loads(result.path.read_text())
     seconds = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - begun}
     del contents["report_sha256"], contents["version"]

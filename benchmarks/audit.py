@@ -32,7 +32,8 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.release.audit import read_audit
+from dpmac_cli.release.audit import read_audit, verdict
+from dpmac_cli.release.report import read_report
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
 
@@ -166,12 +167,13 @@ def measure(setting: Setting) -> dict[str, Any]:
         out = Path(name) / "run"
         resolved = resolve({**flags, "device": "cpu", "out": out})
         if gradients := setting.get("gradients"):
-            last, found = attacked(resolved.plan, gradients, gradients // 10)
+            last, guesses = attacked(resolved.plan, gradients, gradients // 10)
         else:
             last = finish(train_plan(resolved))
-            found = read_audit(out)
+            guesses, _ = read_audit(out)
+        claim = read_report(out)
     return {
-        **found.verdict(),
+        **verdict(guesses, claim.training, resolved.plan.settings.delta, claim.epsilon),
         "accuracy": last.report["scores"]["accuracy"]["value"],
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -28,7 +28,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys, generator, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Indices, KeyedSampler
-from dpmac_cli.release.audit import Audit
+from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.trainer import Trainer
@@ -207,7 +207,7 @@ def _with_canaries(count: int) -> Iterator[None]:
         yield
 
 
-def attacked(plan: Plan, count: int, guesses: int) -> tuple[Run, Audit]:
+def attacked(plan: Plan, count: int, guesses: int) -> tuple[Run, Guesses]:
     """Train a plan with ``count`` canaries; return how it ended, and what the attack guesses.
 
     Epsilon of the plan counts the rate at which canaries are drawn.
@@ -215,12 +215,9 @@ def attacked(plan: Plan, count: int, guesses: int) -> tuple[Run, Audit]:
     with _with_canaries(count):
         finished = finish(train_plan(plan))
     canaries = AttackedTrainer.last[0].canaries
-    found = Audit(
-        claimed=finished.report["epsilon"],
-        delta=plan.settings.delta,
+    guessed = Guesses(
         guesses=guesses,
         scores=tuple(canaries.scores.tolist()),
         coins=tuple(canaries.coins.tolist()),
-        events=(plan.event,),
     )
-    return finished, found
+    return finished, guessed

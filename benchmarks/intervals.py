@@ -18,7 +18,7 @@ import numpy as np
 from dpmac_cli.data.units import units_of
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.intervals import clopper_pearson, intervals, size_of_shares
-from dpmac_cli.tasks.task import Compared
+from dpmac_cli.tasks.metrics import Compared
 
 LARGEST, RESAMPLES = 10, 100
 

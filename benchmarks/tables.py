@@ -54,7 +54,7 @@ import dpmac_cli.__main__
 
 for loaded in (
     *("cli.app", "runs.train", "release.publish", "release.prediction", "data.read"),
-    *("training.calibration", "runs.uncounted"),
+    *("release.scoring", "training.calibration", "runs.uncounted"),
 ):
     if importlib.util.find_spec(f"dpmac_cli.{loaded}") is not None:  # OLD has fewer modules
         importlib.import_module(f"dpmac_cli.{loaded}")

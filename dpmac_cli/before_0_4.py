@@ -6,7 +6,6 @@ in tables; the messages point to it.
 
 #: What every message about such a name ends in.
 SEE = "It is of version 0.3: docs/upgrading.md says what to write instead."
-_SHARED = "dpmac_cli.tasks.task"
 _MECHANISM = "dpmac_cli.dp.mechanism"
 _GEOMETRY = "dpmac_cli.dp.geometry"
 #: Names of the package, and what to write instead.
@@ -16,12 +15,12 @@ NAMES = {
     "Claim": "from dpmac_cli.silo.claims import Claim",
     "ClippedSum": "clipped_grad(...), with the same arguments",
     "Classification": "from dpmac_cli.tasks.classification import Classification",
-    "Compared": f"from {_SHARED} import Compared",
+    "Compared": "from dpmac_cli.tasks.metrics import Compared",
     "Declaration": "from dpmac_cli.data.dataset import Declaration",
     "DivergedError": "from dpmac_cli.errors import DivergedError",
     "Ellipsoid": f"from {_MECHANISM} import Ellipsoid",
     "Evaluated": "train(..., on_event=), whose events have a result after each epoch",
-    "EvaluationMetric": f"from {_SHARED} import EvaluationMetric",
+    "EvaluationMetric": "from dpmac_cli.tasks.metrics import EvaluationMetric",
     "Finished": "from dpmac_cli import Run",
     "GaussianMechanism": f"from {_MECHANISM} import GaussianMechanism",
     "Geometry": f"from {_GEOMETRY} import Geometry",
@@ -35,7 +34,7 @@ NAMES = {
     "RunError": "from dpmac_cli.errors import RunError",
     "SecureMechanism": f"from {_MECHANISM} import SecureMechanism",
     "Started": "train(...), whose run has notes",
-    "Task": f"from {_SHARED} import Task",
+    "Task": "from dpmac_cli.tasks.task import Task",
     "Update": "train(..., on_event=)",
     "ball": f"from {_MECHANISM} import ball",
     "collect": "compare(...), which returns the cells",

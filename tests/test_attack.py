@@ -4,6 +4,7 @@ import json
 import math
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dpmac_cli import train
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import attack, membership
-from dpmac_cli.release.attack import Asked, Recipe
+from dpmac_cli.release.attack import Recipe
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
@@ -121,7 +122,7 @@ def test_an_attack_that_was_stopped_continues_and_leaves_nothing(
     monkeypatch.setattr(Recipe, "shadow_run", counted)
     (where / attack.FIGURES).unlink(missing_ok=True)
     with pytest.raises(KeyboardInterrupt):
-        attack.attack(Asked(run), RUNS)
+        attack.attack(partial(Recipe, run), RUNS)
     left = sorted(where.glob(attack.LEFT))
     assert len(left) == 3
     for file in left:
@@ -131,10 +132,10 @@ def test_an_attack_that_was_stopped_continues_and_leaves_nothing(
     left[0].write_bytes(b"damaged")
     started[:] = []
     with pytest.raises(KeyboardInterrupt):
-        attack.attack(Asked(run), RUNS)
+        attack.attack(partial(Recipe, run), RUNS)
     assert started == [True, True, False]  # the damaged one, and those that were missing
     monkeypatch.setattr(Recipe, "shadow_run", shadow_run)
-    attack.attack(Asked(run), RUNS)
+    attack.attack(partial(Recipe, run), RUNS)
     assert {path.name for path in where.iterdir()} == {attack.FIGURES, folder.LOCK}
     assert json.loads((where / attack.FIGURES).read_text())["runs"] == RUNS
 
@@ -169,7 +170,7 @@ def test_shadow_runs_have_the_noise_the_rate_and_the_steps_of_the_run(
         return make_trainer(plan, *args)
 
     monkeypatch.setattr(attack, "make_trainer", noted)
-    recipe = Recipe(Asked(run))
+    recipe = Recipe(run)
     [event] = recipe.report.events
     assert recipe.noisy.event == event
     assert recipe.noisy.model == recipe.plain.model
@@ -216,7 +217,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_of_every_kind_can_be_attacked(kind: str, tmp_path: Path) -> None:
     where = KINDS[kind](tmp_path / "run")
-    found = json.loads(attack.attack(Asked(where), RUNS).path.read_text())
+    found = json.loads(attack.attack(partial(Recipe, where), RUNS).path.read_text())
     units = {"units": 100}
     assert found["units"] == units.get(kind, found["units"])
     for name in ("private", "no_dp"):
@@ -228,10 +229,10 @@ def test_runs_without_a_guarantee_of_their_own_are_refused(tmp_path: Path) -> No
     given: dict[str, Any] = {"dataset": "digits", "steps": 2, "device": "cpu"}
     plain = train(**given, no_dp=True, out=tmp_path / "plain").folder
     with pytest.raises(InputError, match="has no guarantee"):
-        attack.attack(Asked(plain), RUNS)
+        attack.attack(partial(Recipe, plain), RUNS)
     audited = train(**given, sigma=6, canaries=20, out=tmp_path / "audit").folder
     with pytest.raises(InputError, match="is an audit run"):
-        attack.attack(Asked(audited), RUNS)
+        attack.attack(partial(Recipe, audited), RUNS)
     refused = dpmac("eval", plain, "--runs", "8")
     assert refused.exit_code == 2
     assert "--runs is for --attack" in refused.stderr
@@ -295,7 +296,7 @@ def test_a_recipe_with_its_noise_is_below_its_bound_and_one_without_is_found(
     for epsilon in (1, 3, 8):
         out = tmp_path / f"run{epsilon}"
         where = trained(out, table(1000), schema(), epsilon=epsilon, model="mlp-small")
-        result = attack.attack(Asked(where), 32)
+        result = attack.attack(partial(Recipe, where), 32)
         found = json.loads(result.path.read_text())
         assert result.holds
         for rate, bound in zip(found["private"]["rmia"]["rates"], found["bounds"], strict=True):
@@ -356,4 +357,4 @@ def test_guesses_that_contradict_the_guarantee_are_said(
 
 @pytest.mark.long
 def test_processes_train_the_same_recipe(run: Path) -> None:
-    assert attack.attack(Asked(run), RUNS, jobs=2).holds
+    assert attack.attack(partial(Recipe, run), RUNS, jobs=2).holds

@@ -19,8 +19,7 @@ from torch import Tensor
 from typer.testing import Result
 
 from dpmac_cli import ArrayData, from_dataframe, resume, train
-from dpmac_cli.accounting.accountants import delta_curve, type_two_errors
-from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.facts import InMemoryData
 from dpmac_cli.config.records import Numbers, Table
 from dpmac_cli.config.settings import Settings
@@ -34,7 +33,14 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import audit, sentences
-from dpmac_cli.release.audit import Audit, as_likely, curve_bound, read_audit
+from dpmac_cli.release.audit import (
+    Guesses,
+    as_likely,
+    contradicts,
+    curve_bound,
+    read_audit,
+    verdict,
+)
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.train import finish, train_plan
@@ -117,20 +123,19 @@ def test_a_true_curve_is_contradicted_once_in_twenty_at_most(mu: float, m: int, 
 # Guesses.
 
 
-def an_audit(**other: Any) -> Audit:
+def guesses_of(**other: Any) -> Guesses:
     """Eight canaries, five guesses: three in, of which one is not, and two out."""
     coins = (False, False, True, True, False, True, False, True)
     scores = (-9.0, -8.0, 0.0, 0.1, 0.2, 3.0, 4.0, 5.0)
-    values = {"claimed": 1.0, "delta": DELTA, "guesses": 5, "scores": scores, "coins": coins}
-    return Audit(**{**values, "events": EVENTS, **other})
+    return Guesses(**{"guesses": 5, "scores": scores, "coins": coins, **other})
 
 
 @pytest.mark.parametrize(
     ("guesses", "right"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (8, 4)]
 )
 def test_the_highest_are_guessed_in_and_the_lowest_out(guesses: int, right: int) -> None:
-    found = an_audit(guesses=guesses)
-    backwards = an_audit(guesses=guesses, scores=found.scores[::-1], coins=found.coins[::-1])
+    found = guesses_of(guesses=guesses)
+    backwards = guesses_of(guesses=guesses, scores=found.scores[::-1], coins=found.coins[::-1])
     assert found.right == backwards.right == right
 
 
@@ -143,13 +148,12 @@ def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
     count = 1000
     coins = tuple(bool(i % 4) == (i >= count // 2) for i in range(count))  # 3 of 4 are right
     events = (TrainingEvent(0.5, 2.0, 4),)  # cheap to price with any noise
-    values = {"guesses": 200, "scores": tuple(map(float, range(count))), "coins": coins}
-    found = an_audit(**values, events=events)
+    found = guesses_of(guesses=200, scores=tuple(map(float, range(count))), coins=coins)
     assert found.right == 150
-    assert found.curve_bound == audit.curve_bound(events, DELTA, count, 200, 150) > 0.3
-    above, below = found.curve_bound * 1.001, found.curve_bound * 0.999
-    assert an_audit(**values, events=events, claimed=above).holds
-    assert not an_audit(**values, events=events, claimed=below).holds
+    proven = verdict(found, events, DELTA, None)["curve_bound"]
+    assert proven == audit.curve_bound(events, DELTA, count, 200, 150) > 0.3
+    assert verdict(found, events, DELTA, proven * 1.001)["holds"]
+    assert not verdict(found, events, DELTA, proven * 0.999)["holds"]
 
 
 # Files.
@@ -194,9 +198,9 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
 @pytest.mark.promise("audit")
 def test_the_claim_of_an_audit_is_that_of_the_report(trained: tuple[Path, Result]) -> None:
     report = read_report(trained[0])
-    found = read_audit(trained[0])
-    assert (found.claimed, found.delta) == (report.epsilon, report.delta)
-    assert found.events == tuple(event for event in report.events if event.trains)
+    _, claim = read_audit(trained[0])
+    assert (claim.epsilon, claim.delta) == (report.epsilon, report.delta)
+    assert claim.training == tuple(event for event in report.events if event.trains)
 
 
 @pytest.mark.promise("audit")
@@ -529,10 +533,9 @@ def test_two_hundred_crafted_records_find_a_broken_build_in_one_run(
     data = ArrayData(x, y, low=0, high=16, classes=[*"0123456789"])
     settings: dict[str, Any] = {"epsilon": 3, "canaries": 200, "device": "cpu", "out": "run"}
     finished = train(dataset=data, **settings)
-    found = read_audit(finished.folder)
+    found, claim = read_audit(finished.folder)
     assert (len(found.coins), found.guesses) == (200, 100)
-    curve = type_two_errors(delta_curve(merged(found.events)), audit.THINNING)
-    assert as_likely(curve, 200, 100, found.right) == (bug is untouched)
+    assert contradicts(claim.training, 200, 100, found.right) == (bug is not untouched)
 
 
 @pytest.mark.weekly
@@ -542,9 +545,8 @@ def test_of_twenty_honest_runs_at_most_two_are_rejected() -> None:
     for seed in range(20):
         settings: dict[str, Any] = {"epsilon": 3, "canaries": 200, "seed": seed, "device": "cpu"}
         config = resolve(dataset="digits", out=f"run-{seed}", **settings)
-        found = read_audit(finish(train_plan(config)).folder)
-        curve = type_two_errors(delta_curve(merged(found.events)), audit.THINNING)
-        rejected += not as_likely(curve, 200, found.guesses, found.right)
+        found, claim = read_audit(finish(train_plan(config)).folder)
+        rejected += contradicts(claim.training, 200, found.guesses, found.right)
     assert rejected <= 2
 
 

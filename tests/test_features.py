@@ -55,7 +55,7 @@ from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import PublicWeights, adopt, published
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs.prepare import prepare
@@ -540,11 +540,11 @@ def test_public_weights_of_ones_own_are_found_again_or_asked_for(tmp_path: Path)
     assert load("run").score().accuracy == expected
     own.rename(moved)
     with pytest.raises(InputError, match=r"own\.safetensors .SHA-256 .*Add --public"):
-        prediction.score(load("run").released)
+        scoring.score(load("run").released)
     assert load("run", public=moved).score().accuracy == expected
     save_file({name: tensor + 1e-6 for name, tensor in weights.items()}, moved)
     with pytest.raises(InputError, match="was trained on public weights with the SHA-256"):
-        prediction.score(load("run", public=moved).released)
+        scoring.score(load("run", public=moved).released)
 
 
 @pytest.mark.promise("features")

@@ -23,7 +23,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import choices_of
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError, as_flags
-from dpmac_cli.release.plots import Point, curves
+from dpmac_cli.release.plots import curves
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.train import resume_folder, train_plan
 from dpmac_cli.runs.resolve import resolve
@@ -374,7 +374,8 @@ def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
         "column": 1.0,
         "sigma": 1.0,
         "epsilon": 2.0,
-        "outcomes": {**dict(enumerate(accuracies)), **failures},
+        "values": dict(enumerate(accuracies)),
+        "failures": failures,
         "seconds": 1.0,
     }
     return Cell(**{**values, **changes})
@@ -569,9 +570,12 @@ def test_a_comparison_is_as_its_schema_describes() -> None:
 
 
 def test_lines_on_each_other_are_told_apart_without_colour() -> None:
-    points = [Point(epoch, epoch / 10, 0.5 + epoch / 100) for epoch in range(1, 21)]
+    points = [
+        {"epoch": epoch, "epsilon": epoch / 10, "test_accuracy": 0.5 + epoch / 100}
+        for epoch in range(1, 21)
+    ]
     cells = {f"cell {number}": points for number in range(9)}
-    figure = curves(cells, "accuracy")
+    figure = curves(cells, METRICS["accuracy"])
     for panel in figure.get_axes():
         lines = panel.get_lines()
         assert len({line.get_marker() for line in lines}) == len(lines)

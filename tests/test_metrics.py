@@ -28,19 +28,12 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.uncounted import Uncounted
-from dpmac_cli.tasks.classification import SPECIFICITY, Classification, rates
+from dpmac_cli.tasks.class_metrics import SPECIFICITY, rates
+from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.intervals import clopper_pearson, effective_size, resampled
+from dpmac_cli.tasks.metrics import Compared, EvaluationMetric
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import (
-    ASKED,
-    FUNCTIONS,
-    LOSSES,
-    METRICS,
-    TASKS,
-    Compared,
-    EvaluationMetric,
-    Task,
-)
+from dpmac_cli.tasks.task import ASKED, FUNCTIONS, LOSSES, METRICS, TASKS, Task
 from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import class_task
 

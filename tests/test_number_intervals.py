@@ -18,9 +18,9 @@ from dpmac_cli.release.card import run_page
 from dpmac_cli.release.plots import predicted_numbers
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import at_least_0
+from dpmac_cli.tasks.metrics import Compared
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.residuals import EDGES, ENDS, Residuals, cells
-from dpmac_cli.tasks.task import Compared
 from tests.typed import dpmac
 
 Floats = NDArray[np.floating[Any]]

@@ -13,11 +13,12 @@ from scipy.special import expit
 
 import dpmac_cli
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.sentences import operating_point
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import cumulative
 from dpmac_cli.tasks.calibration import Calibration, cells
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.operating_point import ENDS, OperatingPoint, describe
+from dpmac_cli.tasks.operating_point import ENDS, OperatingPoint, share_of_last
 from tests.digits_runs import refused, report_of
 from tests.typed import dpmac
 
@@ -64,11 +65,12 @@ def test_a_sensitivity_that_is_asked_for_is_reached_on_test_records(epsilon: flo
     assert 0.85 <= report["scores"]["sensitivity"][1] <= 0.95
     known = Calibration(**_numbers(report["network"]["calibration"]))
     at = OperatingPoint(**report["network"]["operating_point"])
-    point = describe(at, known, NAMES, epsilon)
-    assert point["sensitivity"] == pytest.approx(0.9, abs=0.01)
-    assert point["specificity"] == pytest.approx(report["scores"]["specificity"][1], abs=0.05)
-    assert point["share"] == pytest.approx(patients(8000)[1].mean(), abs=0.02)
-    assert report["sentences"]["operating_point"].startswith(point["statement"][:60])
+    sensitivity, specificity = at.rates(known)
+    assert sensitivity == pytest.approx(0.9, abs=0.01)
+    assert specificity == pytest.approx(report["scores"]["specificity"][1], abs=0.05)
+    assert share_of_last(known) == pytest.approx(patients(8000)[1].mean(), abs=0.02)
+    statement = operating_point(at, known, NAMES, epsilon)
+    assert report["sentences"]["operating_point"].startswith(statement[:60])
 
 
 def test_no_share_of_records_is_above_one() -> None:
@@ -217,7 +219,7 @@ def test_few_records_of_a_class_are_remarked_on() -> None:
     for records, few in ((300, True), (100_000, False)):
         found = calibration(records)
         at = OperatingPoint.of("sensitivity=0.9", found)
-        said = describe(at, found, NAMES, 1.0)["statement"]
+        said = operating_point(at, found, NAMES, 1.0)
         assert ("There are few records of ill" in said) == few
 
 
@@ -227,14 +229,14 @@ def test_empty_counts_give_finite_points(value: float) -> None:
     for asked in ("most-likely", "balanced", "sensitivity=0.9", "0.3"):
         at = OperatingPoint.of(asked, empty)
         assert math.isfinite(at.log_odds)
-        described = describe(at, empty, NAMES, 1.0)
-        assert all(math.isfinite(described[name]) for name in ("sensitivity", "share"))
+        assert all(map(math.isfinite, (*at.rates(empty), share_of_last(empty))))
+        assert "nan" not in operating_point(at, empty, NAMES, 1.0)
 
 
 def test_infinite_outputs_and_ties_are_decided_like_the_largest_output() -> None:
     outputs = np.array([[0.0, math.inf], [math.inf, 0.0], [1.0, 1.0], [math.inf, math.inf]])
     task = Classification(NAMES)
-    same = Classification(NAMES, point=OperatingPoint("most-likely", 0.0))
+    same = Classification(NAMES, operating_point=OperatingPoint("most-likely", 0.0))
     assert same.chosen(outputs).tolist() == task.chosen(outputs).tolist() == [1, 0, 0, 0]
     assert json.loads(json.dumps(same.facts)) == json.loads(json.dumps(task.facts))
     assert same == task

@@ -16,7 +16,7 @@ from dpmac_cli import ArrayData, InputError, load, register_features, train
 from dpmac_cli.config.networks import FEATURES, OwnFeatures
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features.frozen import OneByOne
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.runs.resolve import resolve
 
@@ -80,7 +80,7 @@ def test_a_function_sees_one_record_at_a_time() -> None:
         return image.flatten()[:WIDTH]
 
     train(dataset="digits", **QUICK | {"features": "seen"})
-    prediction.score(load("run").released)
+    scoring.score(load("run").released)
     assert set(seen) == {(1, 8, 8)}
 
 

@@ -157,7 +157,7 @@ def test_a_model_of_another_split_is_not_scored_on_what_it_was_trained_on(
     """Models of another format held out other records."""
     data = photos("photos", split=False)
     with monkeypatch.context() as older:
-        older.setattr("dpmac_cli.release.report.FORMAT", 1)
+        older.setattr("dpmac_cli.release.publish.FORMAT", 1)
         done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
     refused = dpmac("eval", "run")
     assert refused.exit_code == 2

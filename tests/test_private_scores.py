@@ -32,7 +32,7 @@ from dpmac_cli.runs.ledger import Ledger, read_ledger
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.runs.session import Update
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.task import EvaluationMetric
+from dpmac_cli.tasks.metrics import EvaluationMetric
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
 from tests.care import assert_noise_of, moved_by_units, owners_of

@@ -21,7 +21,7 @@ from dpmac_cli import Poisson, PrivateStep, make_private
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.models.dataset import Data, Split, on_device
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs import prepare
 from dpmac_cli.runs.resolve import resolve
@@ -140,7 +140,7 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(data, test=Split(data.tested.images[:400], data.tested.labels[:400]))
 
     monkeypatch.setattr(prepare, "on_device", few)
-    monkeypatch.setattr(prediction, "on_device", few)
+    monkeypatch.setattr(scoring, "on_device", few)
 
 
 def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:

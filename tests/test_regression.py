@@ -22,8 +22,8 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import on_device
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.resolve import resolve
+from dpmac_cli.tasks.metrics import number
 from dpmac_cli.tasks.regression import Regression, coverage
-from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import release_score
 from tests import care

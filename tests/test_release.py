@@ -23,7 +23,7 @@ from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release import train as training
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import Run
@@ -270,7 +270,7 @@ def test_records_are_not_held_out_again_to_score_a_file_alone(file: Path, tmp_pa
     tested = ArrayData(**given, x_test=x, y_test=y)
     assert load(alone, network=network).score(tested).samples == 60
     with pytest.raises(InputError, match="has no test set"):
-        prediction.score(load(alone, network=network).released, ArrayData(**given))
+        scoring.score(load(alone, network=network).released, ArrayData(**given))
 
 
 @pytest.mark.promise("validated")

@@ -30,7 +30,7 @@ from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
 from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from tests.helpers import declared, inspect, load, notes_on
 from tests.pairwise import all_pairs
 from tests.typed import dpmac
@@ -294,12 +294,12 @@ def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
     after = dpmac("eval", "run", "--json")
     assert (after.exit_code, after.stdout) == (0, before.stdout), after.output
     frame = pd.read_csv("stays.csv", sep=";", dtype=str, keep_default_na=False)
-    same = prediction.score(
+    same, _ = scoring.score(
         dpmac_cli.load("run").released, from_dataframe(frame, yaml.safe_load(EXPORT))
     )
-    assert same.result.samples == json.loads(after.stdout)["samples"]
+    assert same.samples == json.loads(after.stdout)["samples"]
     with pytest.raises(ModelError, match="a schema with other columns than the one that run/model"):
-        prediction.score(
+        scoring.score(
             dpmac_cli.load("run").released,
             from_dataframe(frame, yaml.safe_load(EXPORT.replace("1000", "1"))),
         )

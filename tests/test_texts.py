@@ -25,7 +25,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.features.class_names import NAME_SCALE
 from dpmac_cli.features.texts import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.resolve import resolve
@@ -121,7 +121,7 @@ def test_another_encoder_than_that_of_training_is_refused(name: str) -> None:
         form = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps(form | {"layer_norm_eps": 1e-3}), encoding="utf-8")
     with pytest.raises(InputError) as caught:
-        prediction.score(load("run", public="other").released)
+        scoring.score(load("run", public="other").released)
     assert "was trained on" in str(caught.value)
 
 

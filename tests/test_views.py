@@ -19,7 +19,8 @@ from dpmac_cli.errors import BUDGET, INTERRUPTED
 from dpmac_cli.release import card as cards
 from dpmac_cli.release import sentences
 from dpmac_cli.release.report import read_report
-from dpmac_cli.tasks.task import METRICS, number
+from dpmac_cli.tasks.metrics import number
+from dpmac_cli.tasks.task import METRICS
 from tests.digits_runs import after, metrics_of, report_of
 from tests.tiny_bert import notes, write_network
 from tests.typed import dpmac
@@ -73,7 +74,9 @@ def of_report(run: Path) -> set[str]:
     facts += [*map(sum, counts), *map(sum, zip(*counts, strict=True))]
     facts.append(sum(row[place] for place, row in enumerate(counts)))
     # Shares of records by their noisy histogram, which the report has.
-    facts += [value for each in cards._reliability(read_report(run)) for value in each]
+    known = read_report(run).network.calibration
+    for each in [] if known is None else known.reliability():
+        facts += each
     return set().union(*map(forms, facts))
 
 

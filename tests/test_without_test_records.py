@@ -11,7 +11,7 @@ from dpmac_cli import ArrayData, load, resume
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.data.published import read_published
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import prediction
+from dpmac_cli.release import scoring
 from dpmac_cli.release.card import run_page
 from dpmac_cli.release.report import read_report
 from dpmac_cli.release.run import Run
@@ -81,7 +81,7 @@ def test_it_predicts_and_its_test_records_are_those_that_are_named(
     x = np.zeros((3, 64), np.float32)
     assert load(where).predict(x).probabilities.shape == (3, 10)
     with pytest.raises(InputError, match="none to test on"):
-        prediction.score(load(where).released, rows())
+        scoring.score(load(where).released, rows())
 
 
 def test_it_is_resumed_without_test_records(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Started, Update
+from dpmac_cli.tasks.metrics import EvaluationMetric, percent_or_dash
 from dpmac_cli.tasks.operating_point import MOST_LIKELY
-from dpmac_cli.tasks.task import METRICS, EvaluationMetric, percent_or_dash
+from dpmac_cli.tasks.task import METRICS
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 

@@ -17,11 +17,11 @@ __all__ = (
     "environment",
     "folder",
     "kinds",
-    "prediction",
     "ray_cluster",
     "report",
     "resolve",
     "run",
+    "scoring",
     "table",
     "training",
     "tune",
@@ -31,7 +31,7 @@ __all__ = (
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
     from dpmac_cli.data import cache, csv_file, kinds, table
-    from dpmac_cli.release import attack, audit, prediction, report, run
+    from dpmac_cli.release import attack, audit, report, run, scoring
     from dpmac_cli.release import train as training
     from dpmac_cli.runs import environment, folder, resolve, workers
     from dpmac_cli.studies import ray_cluster, tune
@@ -46,11 +46,11 @@ else:
     distributed = OnFirstUse("dpmac_cli.training.distributed")
     environment = OnFirstUse("dpmac_cli.runs.environment")
     folder = OnFirstUse("dpmac_cli.runs.folder")
-    prediction = OnFirstUse("dpmac_cli.release.prediction")
     ray_cluster = OnFirstUse("dpmac_cli.studies.ray_cluster")
     report = OnFirstUse("dpmac_cli.release.report")
     resolve = OnFirstUse("dpmac_cli.runs.resolve")
     run = OnFirstUse("dpmac_cli.release.run")
+    scoring = OnFirstUse("dpmac_cli.release.scoring")
     training = OnFirstUse("dpmac_cli.release.train")
     table = OnFirstUse("dpmac_cli.data.table")
     tune = OnFirstUse("dpmac_cli.studies.tune")

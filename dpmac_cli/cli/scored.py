@@ -4,7 +4,8 @@ Scores and predictions are exact: they reveal information about the records that
 epsilon does not cover, and notes say so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,9 +26,10 @@ from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.tasks.task import METRICS, Task
 
 if TYPE_CHECKING:
-    from dpmac_cli.release.attack import Asked
-    from dpmac_cli.release.audit import Audit
-    from dpmac_cli.release.prediction import Scored
+    from dpmac_cli.config.facts import DataFacts
+    from dpmac_cli.release.attack import Recipe
+    from dpmac_cli.release.model_file import Released
+    from dpmac_cli.training.evaluation import Evaluation
 
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
@@ -174,21 +176,23 @@ def evaluate(
         of_attack = {"runs": runs, "jobs": jobs}
         raise_errors(f"{{{name}}} is for {{attack}}." for name, count in of_attack.items() if count)
     if attack:
-        _attack(run, late.attack.Asked(run, dataset, data_dir, model, device), runs, jobs, json)
+        recipe = partial(late.attack.Recipe, run, dataset, data_dir, model, device)
+        _attack(run, recipe, runs, jobs, json)
         return
     if audit:  # only reads files of the run
         with console.waiting(json, "bounds"):
-            result = late.audit.read_audit(run)
-            verdict = result.verdict()
-        _judge(result, verdict, run, json)
+            guesses, claim = late.audit.read_audit(run)
+            assert claim.delta is not None  # noqa: S101  (a claim has one)
+            verdict = late.audit.verdict(guesses, claim.training, claim.delta, claim.epsilon)
+        _judge(verdict, run, json)
         return
     with console.waiting(json, "scores"), console.kept_clear(json):
         loaded = late.run.load(run, device=device, factory=model, public=public)
-        scored = late.prediction.score(loaded.released, dataset, data_dir)
-    if dataset is not None and scored.held_out:
-        part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
+        result, known = late.scoring.score(loaded.released, dataset, data_dir)
+    if dataset is not None and known.held_out:
+        part = f"{counted(result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
-    _show(scored, json)
+    _show(loaded.released, result, known, json)
 
 
 @command()
@@ -251,25 +255,32 @@ def predict(
         console.stdout().print(Text(f"{out}: predictions for {records}"))
 
 
-def _show(scored: "Scored", json: bool) -> None:
+def _show(released: "Released", result: "Evaluation", known: "DataFacts", json: bool) -> None:
     """Print the scores of a model, with 95% intervals and beside those of constant predictions.
 
     Doubts about the scores, and that they are not covered by epsilon, are notes on stderr.
 
     Args:
-        scored: the scores, and what they are of.
+        released: the model.
+        result: its scores.
+        known: facts of the dataset that they are of.
         json: whether to print JSON for a program, with null for numbers that are not finite.
     """
-    result, card = scored.result, scored.path.with_name(CARD)
+    path, facts = released.path, released.facts
+    card = path.with_name(CARD)
     headline, values, intervals = result.task.headline, result.metrics, result.intervals()
     details = result.details()
-    exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
-    console.print_notes([*late.display.doubts(result), *[exact] * scored.covered])
+    notes = list(late.display.doubts(result))
+    if facts.settings.cover_scores:
+        notes.append(
+            "these scores are exact and not covered by epsilon, unlike those in report.json"
+        )
+    console.print_notes(notes)
     if json:
         body = {
-            "model": str(scored.path),
+            "model": str(path),
             "card": str(card) if card.is_file() else None,
-            "dataset": scored.dataset,
+            "dataset": known.name,
             "loss": finite_or_none(result.loss),
             "samples": result.samples,
             **{METRICS[name].key: finite_or_none(value) for name, value in values.items()},
@@ -284,12 +295,12 @@ def _show(scored: "Scored", json: bool) -> None:
     out = console.stdout()
     units = "" if result.units is None else f" of {counted(len(result.units), 'unit')}"
     out.print(
-        f"{scored.path} on {scored.dataset}: {headline.title} "
+        f"{path} on {known.name}: {headline.title} "
         f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
-        f"{result.samples:,} {'held-out ' * scored.held_out}samples{units}"
+        f"{result.samples:,} {'held-out ' * known.held_out}samples{units}"
     )
-    if scored.point:
-        out.print(Text(scored.point))
+    if "operating_point" in facts.sentences:
+        out.print(Text(str(facts.sentences["operating_point"])))
     metrics = Table("", Column("value", style="bold"), "95% interval", "constant")
     for metric in result.task.metrics:
         metrics.add_row(
@@ -318,14 +329,16 @@ def _by_output(task: Task, details: Mapping[str, Any]) -> dict[str, Any]:
     return {"per_class": dict(zip(task.names, details["sensitivity"], strict=True))}
 
 
-def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json: bool) -> None:
+def _attack(
+    run: Path, recipe: "Callable[[], Recipe]", runs: int | None, jobs: int | None, json: bool
+) -> None:
     """Attack a recipe, and print what may be shown; exit with code 4 if it contradicts the claim.
 
     No figure of the attack is printed: a log of the terminal may be read by others.
 
     Args:
         run: folder of the run whose recipe is attacked.
-        target: what is attacked, and by which records.
+        recipe: returns what is attacked, with its records.
         runs: number of runs with noise; None for the default.
         jobs: number of runs at a time; None for one.
         json: whether to print JSON for a program.
@@ -334,7 +347,7 @@ def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json
         Exit: the attack contradicts the claim. Its result was printed before.
     """
     with console.waiting(json, "runs"), console.kept_clear(json):
-        result = late.attack.attack(target, runs or RUNS, jobs or 1)
+        result = late.attack.attack(recipe, runs or RUNS, jobs or 1)
     if json:
         bounds = {f"{rate:g}": share for rate, share in result.bounds.items()}
         places = {"run": str(run), "attack": str(result.path)}
@@ -351,12 +364,11 @@ def _attack(run: Path, target: "Asked", runs: int | None, jobs: int | None, json
         raise typer.Exit(MISFIT)
 
 
-def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
+def _judge(verdict: Mapping[str, Any], run: Path, json: bool) -> None:
     """Print the result of an audit; exit with code 4 if it contradicts the claim.
 
     Args:
-        audit: the guesses of the attack on canaries, and the claim.
-        verdict: what follows from them, as JSON values.
+        verdict: what the guesses of the attack on canaries prove, and the claim, as JSON values.
         run: folder of the run.
         json: whether to print JSON for a program.
 
@@ -368,12 +380,12 @@ def _judge(audit: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
     else:
         out = console.stdout()
         out.print(
-            f"claimed: {cost_in_words(audit.claimed, audit.delta)}\n"
-            f"attack: {audit.right:,} of {audit.guesses:,} guesses right, "
-            f"{len(audit.coins):,} canaries\n"
-            f"proven: epsilon at least {audit.curve_bound:.3f}, if only the amount of noise may be "
-            f"wrong ({verdict['confidence']:.0%} confidence)"
+            f"claimed: {cost_in_words(verdict['claimed_epsilon'], verdict['delta'])}\n"
+            f"attack: {verdict['right']:,} of {verdict['guesses']:,} guesses right, "
+            f"{verdict['canaries']:,} canaries\n"
+            f"proven: epsilon at least {verdict['curve_bound']:.3f}, if only the amount of noise "
+            f"may be wrong ({verdict['confidence']:.0%} confidence)"
         )
-        out.print(HOLDS if audit.holds else BROKEN)
-    if not audit.holds:
+        out.print(HOLDS if verdict["holds"] else BROKEN)
+    if not verdict["holds"]:
         raise typer.Exit(MISFIT)

@@ -10,9 +10,10 @@ Out of scope: language models, and attacks that see more than outputs.
 
 import copy
 import hashlib
+import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing import get_context
@@ -26,8 +27,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.accounting.accountants import delta_curve, type_two_errors
-from dpmac_cli.accounting.events import merged
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.config.plan import Plan, with_noise
 from dpmac_cli.config.settings import DATA, GROUPS, NO_CALIBRATION
@@ -41,11 +40,12 @@ from dpmac_cli.models.dataset import Data, on_device
 from dpmac_cli.models.dataset import Split as Records
 from dpmac_cli.progress import report, unheard
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.audit import THINNING, Audit, as_likely
+from dpmac_cli.release.audit import Guesses, contradicts
+from dpmac_cli.release.facts import FORMAT
 from dpmac_cli.release.membership import RATES, auc, confidences, figures, halves, scored
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.prediction import data_of
-from dpmac_cli.release.report import FORMAT, Report, read_report
+from dpmac_cli.release.report import Report, read_report
+from dpmac_cli.release.scoring import data_of
 from dpmac_cli.runs import folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import PreparedRun, prepare
@@ -100,26 +100,6 @@ class ShadowRun:
     phi: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Request for an attack, which is all that another process needs to train its runs.
-
-    Attributes:
-        run: folder of the attacked run.
-        dataset: name, path or records in memory; None for where the run read them.
-        data_dir: folder of datasets; None for where the run read them.
-        model: FILE.py:FACTORY of a user-supplied network; None for a built-in one, or for the
-            factory in the settings of the run.
-        device: see ``--device``.
-    """
-
-    run: Path
-    dataset: Any = None
-    data_dir: Path | str | None = None
-    model: str | None = None
-    device: str = "cpu"
-
-
 class Recipe:
     """Recipe of a run, and the records that its shadow runs draw from: trained and tested on.
 
@@ -127,7 +107,12 @@ class Recipe:
     records, unless the run has a unit of privacy.
 
     Args:
-        asked: the run to attack, and where its records are.
+        run: folder of the run to attack.
+        dataset: name, path or records in memory; None for where the run read them.
+        data_dir: folder of datasets; None for where the run read them.
+        model: FILE.py:FACTORY of a user-supplied network; None for a built-in one, or for the
+            factory in the settings of the run.
+        device: see ``--device``.
 
     Attributes:
         run: folder of the attacked run.
@@ -140,23 +125,31 @@ class Recipe:
         InputError: the run cannot be attacked, or its records cannot be read.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.run, self.report = asked.run, read_report(asked.run)
-        _check(self.report, asked.run)
-        self.device = choose_device(asked.device)
-        self.released = load_model(asked.run, self.device, factory=asked.model)
-        self.data = data_of(self.released, asked.dataset, asked.data_dir)
-        settings = folder.settings(asked.run)
+    def __init__(
+        self,
+        run: Path,
+        dataset: Any = None,
+        data_dir: Path | str | None = None,
+        model: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.run, self.report = run, read_report(run)
+        _check(self.report, run)
+        self.device = choose_device(device)
+        self.released = load_model(run, self.device, factory=model)
+        self.data = data_of(self.released, dataset, data_dir)
+        settings = folder.settings(run)
         for name in DROPPED:
             settings.pop(name, None)
-        settings |= {"dataset": asked.dataset or settings["dataset"], "data_dir": asked.data_dir}
-        settings |= {"model": asked.model or settings["model"], "calibration": NO_CALIBRATION}
-        event = next(event for event in self.report.events if event.trains)
+        settings |= {"dataset": dataset or settings["dataset"], "data_dir": data_dir}
+        settings |= {"model": model or settings["model"], "calibration": NO_CALIBRATION}
+        event = self.report.training[0]
         plan = resolve(with_noise(settings, event), data=self.data).plan
         self.noisy = replace(plan, event=plan.event.first(self.report.network.steps))
-        same = {
-            name: value for name, value in settings.items() if name in KEPT or GROUPS[name] == DATA
-        }
+        same = dict[str, Any]()
+        for name, value in settings.items():
+            if name in KEPT or GROUPS[name] == DATA:
+                same[name] = value
         self.plain = resolve(same, no_dp=True, data=self.data).plan
         self._pool = _pooled(self.data)
 
@@ -177,10 +170,9 @@ class Recipe:
     def _prepared(self) -> dict[bool, PreparedRun]:
         """Return the untrained networks with all records, with noise and without."""
         everything = replace(self.data, train=self._pool, test=None, crafted=None)
-        return {
-            noisy: prepare(plan, self.device, make_keys(None), everything)
-            for noisy, plan in ((True, self.noisy), (False, self.plain))
-        }
+        noisy = prepare(self.noisy, self.device, make_keys(None), everything)
+        plain = prepare(self.plain, self.device, make_keys(None), everything)
+        return {True: noisy, False: plain}
 
     def shadow_run(self, noisy: bool) -> ShadowRun:
         """Train on units that are in by a fair coin each; return its confidence in all records.
@@ -191,7 +183,8 @@ class Recipe:
             noisy: True for a run with the noise, the rate and the steps of the attacked one; False
                 for one without noise, by the defaults of such runs.
         """
-        plan, prepared = self.noisy if noisy else self.plain, self._prepared[noisy]
+        plan = self.noisy if noisy else self.plain
+        prepared = self._prepared[noisy]
         coins = np.random.default_rng().random(len(self.members)) < 0.5
         with tempfile.TemporaryDirectory() as cache:
             task = self._task(prepared, np.flatnonzero(coins[self.owners]), Path(cache))
@@ -271,15 +264,17 @@ def _trainer(plan: Plan, task: PreparedRun, coins: NDArray[np.bool_]) -> Trainer
     return make_trainer(plan, task, make_keys(None), account)
 
 
-def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
+def attack(read: Callable[[], Recipe], runs: int = 32, jobs: int = 1) -> Attacked:
     """Attack the recipe of a run, and write the figures to attack.json.
 
     It is in a folder beside the run's, which only its owner can read: whoever publishes the run's
     folder does not publish it. Each shadow run is written there as it ends, so an attack that was
     stopped continues with the runs that it has when it is called again.
 
+        attack(partial(Recipe, Path("runs/scans")), runs=64)
+
     Args:
-        asked: the run, and where its records are.
+        read: returns the recipe of the run; all that another process needs to train its runs.
         runs: number of shadow and target runs together, with noise, and again without. The first
             half are shadow runs.
         jobs: number of processes that train them.
@@ -287,23 +282,29 @@ def attack(asked: Asked, runs: int = 32, jobs: int = 1) -> Attacked:
     Raises:
         InputError: the run cannot be attacked, or its records cannot be read.
     """
-    recipe, where = Recipe(asked), folder_of(asked.run)
-    seal = hashlib.sha256((asked.run / folder.REPORT).read_bytes()).hexdigest()
+    recipe = read()
+    where = folder_of(recipe.run)
+    seal = hashlib.sha256((recipe.run / folder.REPORT).read_bytes()).hexdigest()
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
     with lock.locked(where):
-        done, missing = dict[Name, ShadowRun](), list[Name]()
-        for name in [(noisy, number) for noisy in (True, False) for number in range(runs)]:
+        done = dict[Name, ShadowRun]()
+        missing = list[Name]()
+        for name in itertools.product((True, False), range(runs)):
             earlier = _read(_file(where, seal, name))
             if earlier is None:
                 missing.append(name)
             else:
                 done[name] = earlier
-        for name, run in _trained(recipe, asked, missing, jobs):
+        for name, run in _trained(recipe, read, missing, jobs):
             done[name] = run
             content = safetensors.numpy.save({"coins": run.coins, "phi": run.phi})
             write_atomically(_file(where, seal, name), content, PRIVATE_MODE)
             report(len(done), 2 * runs, where, "runs")
-        noisy, plain = ([done[side, n] for n in range(runs)] for side in (True, False))
+        noisy = list[ShadowRun]()
+        plain = list[ShadowRun]()
+        for number in range(runs):
+            noisy.append(done[True, number])
+            plain.append(done[False, number])
         result, contents = _judged(recipe, noisy, plain)
         contents = {"version": FORMAT, "report_sha256": seal, **contents}
         write_atomically(result.path, to_json(contents).encode(), PRIVATE_MODE)
@@ -345,13 +346,13 @@ def _read(file: Path) -> ShadowRun | None:
 
 
 def _trained(
-    recipe: Recipe, asked: Asked, missing: Sequence[Name], jobs: int
+    recipe: Recipe, read: Callable[[], Recipe], missing: Sequence[Name], jobs: int
 ) -> Iterator[tuple[Name, ShadowRun]]:
     """Yield the runs that are missing, each with its name, as soon as it is done.
 
     Args:
         recipe: the recipe, for runs in this process.
-        asked: what other processes read the recipe from.
+        read: returns the recipe in other processes.
         missing: names of the runs: with noise or not, and a number.
         jobs: number of processes; 1 for this one alone.
     """
@@ -361,8 +362,10 @@ def _trained(
                 done = recipe.shadow_run(name[0])
             yield name, done
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (asked,)) as pool:
-        waiting = {pool.submit(_in_process, noisy): (noisy, n) for noisy, n in missing}
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (read,)) as pool:
+        waiting = dict[Future[ShadowRun], Name]()
+        for name in missing:
+            waiting[pool.submit(_in_process, name[0])] = name
         for ended in as_completed(waiting):
             yield waiting[ended], ended.result()
 
@@ -371,9 +374,9 @@ def _trained(
 _RECIPE = list[Recipe]()
 
 
-def _begin(asked: Asked) -> None:
+def _begin(read: Callable[[], Recipe]) -> None:
     torch.set_num_threads(1)
-    _RECIPE[:] = [Recipe(asked)]
+    _RECIPE[:] = [read()]
 
 
 def _in_process(noisy: bool) -> ShadowRun:
@@ -389,31 +392,28 @@ def _judged(
         recipe: the attacked recipe.
         noisy, plain: runs of it with noise and without, of which the first half are shadows.
     """
-    events = tuple(event for event in recipe.report.events if event.trains)
+    events = recipe.report.training
+    bounds = dict[float, float]()
+    shown_bounds = list[Any]()
     most_found = (1 - trade_off(events, RATES)).tolist()
-    bounds = dict(zip(RATES, most_found, strict=True))
+    for rate, most in zip(RATES, most_found, strict=True):
+        bounds[rate] = most
+        shown_bounds.append({"false_positive_rate": rate, "true_positive_rate": most})
     shadows, targets = map(_stacked, halves(noisy))
     scores = recipe.scored(targets.phi, shadows)
     plain_shadows, plain_targets = map(_stacked, halves(plain))
     plain_scores = recipe.scored(plain_targets.phi, plain_shadows)
-    guessed = Audit(
-        claimed=recipe.report.epsilon,
-        delta=recipe.noisy.settings.delta,
+    guessed = Guesses(
         guesses=min(GUESSES, targets.coins.size),
         scores=tuple(scores[TESTED].ravel().tolist()),
         coins=tuple(targets.coins.ravel().tolist()),
-        events=events,
     )
-    curve = type_two_errors(delta_curve(merged(events)), THINNING)
-    holds = as_likely(curve, targets.coins.size, guessed.guesses, guessed.right)
+    holds = not contradicts(events, targets.coins.size, guessed.guesses, guessed.right)
     contents = {
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),
         "units": len(recipe.members),
-        "bounds": [
-            {"false_positive_rate": rate, "true_positive_rate": most}
-            for rate, most in bounds.items()
-        ],
+        "bounds": shown_bounds,
         "private": {name: figures(of, targets.coins) for name, of in scores.items()},
         "no_dp": {name: figures(of, plain_targets.coins) for name, of in plain_scores.items()},
         "guesses": guessed.guesses,
@@ -426,7 +426,8 @@ def _judged(
 
 def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
     """Return the AUC of each attack on the attacked run; None if nothing was out."""
-    members, scores = recipe.members, recipe.scored(recipe.attacked_run()[None], shadows)
+    members = recipe.members
+    scores = recipe.scored(recipe.attacked_run()[None], shadows)
     if members.all():
         return dict.fromkeys(scores)
     return {name: auc(of[0], members) for name, of in scores.items()}
@@ -434,7 +435,12 @@ def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:
 
 def _stacked(runs: Sequence[ShadowRun]) -> ShadowRun:
     """Return several runs as one with a row for each: coins (runs, units), phi (runs, records)."""
-    return ShadowRun(np.stack([run.coins for run in runs]), np.stack([run.phi for run in runs]))
+    coins = list[NDArray[np.bool_]]()
+    phi = list[NDArray[np.float64]]()
+    for run in runs:
+        coins.append(run.coins)
+        phi.append(run.phi)
+    return ShadowRun(np.stack(coins), np.stack(phi))
 
 
 def _pooled(data: Dataset) -> Split:
@@ -445,7 +451,9 @@ def _pooled(data: Dataset) -> Split:
     train, test = data.train, data.test
     if test is None:
         return train
-    values = [split.x.read() if isinstance(split.x, Rows) else split.x for split in (train, test)]
+    values = list[NDArray[Any]]()
+    for split in (train, test):
+        values.append(split.x.read() if isinstance(split.x, Rows) else split.x)
     unit = None
     if train.unit is not None and test.unit is not None:
         unit = np.concatenate([train.unit, test.unit])

@@ -8,12 +8,11 @@ trade-off curve of training is as claimed, few guesses are right (Mahloujifar, M
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import model_validator
 
 from dpmac_cli.accounting.accountants import (
     delta_curve,
@@ -23,10 +22,11 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import Count, TrainingEvent, merged
 from dpmac_cli.config.records import AnyNumber
-from dpmac_cli.errors import InputError, first_fault
-from dpmac_cli.release.report import FORMAT, Events, parse_file, read_report
+from dpmac_cli.errors import InputError
+from dpmac_cli.release.facts import FORMAT
+from dpmac_cli.release.report import Report, parse_file, read_report
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.headers import Number, Part
+from dpmac_cli.runs.headers import Part
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
@@ -52,13 +52,22 @@ def curve_bound(
     """
 
     def possible(factor: float) -> bool:
-        beta = type_two_errors(delta_curve(merged(times_noise(events, factor))), THINNING)
-        return as_likely(beta, canaries, guesses, right)
+        return not contradicts(times_noise(events, factor), canaries, guesses, right)
 
     least = bisect_left(FACTORS, True, key=lambda factor: not possible(factor))
     if least == len(FACTORS):
         return 0.0
     return total_epsilon(times_noise(events, FACTORS[least]), delta)
+
+
+def contradicts(events: Sequence[TrainingEvent], canaries: int, guesses: int, right: int) -> bool:
+    """Return whether right guesses rule the trade-off curve of events out, at 95% confidence.
+
+    Args:
+        events: claimed events. canaries, guesses, right: see :func:`curve_bound`.
+    """
+    beta = type_two_errors(delta_curve(merged(events)), THINNING)
+    return not as_likely(beta, canaries, guesses, right)
 
 
 def as_likely(
@@ -73,7 +82,8 @@ def as_likely(
     Args:
         curve: f. canaries, guesses, right: see :func:`curve_bound`.
     """
-    rights, wrongs = level * right / canaries, level * (guesses - right) / canaries
+    rights = level * right / canaries
+    wrongs = level * (guesses - right) / canaries
     for j in range(right, 0, -1):
         more = max(0.0, curve(1 - rights) - wrongs)  # in outcomes with j - 1 right
         wrongs += more
@@ -110,54 +120,43 @@ class Guesses(Part):
         """Number of right guesses: the r/2 highest scores are guessed in, the r/2 lowest out."""
         order = np.argsort(self.scores, kind="stable")
         coins = np.asarray(self.coins)[order]
-        lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
-        guessed_in, guessed_out = coins[len(coins) - highest :], coins[:lowest]
+        lowest = self.guesses // 2
+        highest = self.guesses - self.guesses // 2
+        guessed_in = coins[len(coins) - highest :]
+        guessed_out = coins[:lowest]
         return int(guessed_in.sum() + (~guessed_out).sum())
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json as JSON values: these attributes and the version."""
-        return {"version": FORMAT, **self.model_dump(include=set(Guesses.model_fields))}
+        return {"version": FORMAT, **self.model_dump()}
 
 
-class Audit(Guesses):
-    """Guesses beside the claim that they test, which the report of the run makes.
+def verdict(
+    guesses: Guesses, events: Sequence[TrainingEvent], delta: float, claimed: float | None
+) -> dict[str, Any]:
+    """Return what guesses prove beside a claim, as JSON values.
 
-    Attributes:
-        claimed: claimed upper bound on epsilon of the run; None if it is not finite.
-        delta: delta of the claim.
-        events: events of the claim.
+    Args:
+        guesses: what the attack guessed.
+        events: claimed events of training. delta: delta of epsilon.
+        claimed: claimed upper bound on epsilon; None if it is not finite, which always holds.
     """
-
-    claimed: Number | None
-    delta: Annotated[float, Field(gt=0, lt=1)]
-    events: Events
-
-    @cached_property
-    def curve_bound(self) -> float:
-        """Lower bound on epsilon that the guesses prove for training with this trade-off curve."""
-        return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the claimed epsilon is at least the bound; a claim of None always is."""
-        return self.claimed is None or self.curve_bound <= self.claimed
-
-    def verdict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return {
-            "claimed_epsilon": self.claimed,
-            "delta": self.delta,
-            "curve_bound": self.curve_bound,
-            "confidence": CONFIDENCE,
-            "canaries": len(self.coins),
-            "guesses": self.guesses,
-            "right": self.right,
-            "holds": self.holds,
-        }
+    canaries = len(guesses.coins)
+    proven = curve_bound(events, delta, canaries, guesses.guesses, guesses.right)
+    return {
+        "claimed_epsilon": claimed,
+        "delta": delta,
+        "curve_bound": proven,
+        "confidence": CONFIDENCE,
+        "canaries": canaries,
+        "guesses": guesses.guesses,
+        "right": guesses.right,
+        "holds": claimed is None or proven <= claimed,
+    }
 
 
-def read_audit(run: Path) -> Audit:
-    """Read the guesses of a finished run, and the claim in the report beside them.
+def read_audit(run: Path) -> tuple[Guesses, Report]:
+    """Read the guesses of a finished run, and the report beside them, which makes the claim.
 
     Args:
         run: folder of the run, or its audit.json.
@@ -174,9 +173,6 @@ def read_audit(run: Path) -> Audit:
     complaint = "is not an audit written by dpmac"
     guesses = parse_file(Guesses, text, file, complaint, WANTED)
     report = read_report(file.parent)
-    events = tuple(event for event in report.events if event.trains)
-    claim: dict[str, Any] = {"claimed": report.epsilon, "delta": report.delta, "events": events}
-    try:
-        return Audit(**claim, **guesses.model_dump())
-    except ValidationError as failure:
-        raise InputError(f"{file} {complaint} ({first_fault(failure)}). {WANTED}") from failure
+    if report.delta is None:
+        raise InputError(f"{file} {complaint} (delta: its run has no guarantee). {WANTED}")
+    return guesses, report

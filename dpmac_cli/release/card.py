@@ -35,10 +35,9 @@ from dpmac_cli.release.plots import (
 from dpmac_cli.release.report import Report, Score, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
-from dpmac_cli.tasks.calibration import Reliability
-from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.metrics import number, percent_or_dash
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import headline_in, number, percent_or_dash
+from dpmac_cli.tasks.task import headline_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -79,7 +78,8 @@ def run_page(run: Path) -> str:
     Raises:
         InputError: it has no card, report or metrics.
     """
-    card, report = without_front_matter(answered_card(run, {})), read_report(run)
+    card = without_front_matter(answered_card(run, {}))
+    report = read_report(run)
     points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = _pictures_of_scores(report)
@@ -110,12 +110,12 @@ def _pictures_of_scores(report: Report) -> dict[str, "Figure"]:
         if coverage is not None:
             title += ", and the share of the targets in their intervals"
         pictures[title] = predicted_numbers(by_number, coverage, task.bin_ends)
-    bins = _reliability(report)
-    if bins:
-        pictures["Reliability of probabilities"] = reliability(bins)
-    if network.calibration is not None and len(classes) == 2:
+    calibration = network.calibration
+    if calibration is not None and calibration.reliability():
+        pictures["Reliability of probabilities"] = reliability(calibration.reliability())
+    if calibration is not None and len(classes) == 2:
         title = "Sensitivity and specificity by the noisy histogram of the training records"
-        pictures[title] = rates(network.calibration)
+        pictures[title] = rates(calibration)
     if network.residuals is not None:
         title = "Targets minus predictions by the noisy histogram, and the interval of 90%"
         pictures[title] = residuals(network.residuals)
@@ -140,14 +140,6 @@ def _figures_first(card: str) -> tuple[str, str]:
         else:
             words += f"## {section}"
     return figures, words
-
-
-def _reliability(report: Report) -> list[Reliability]:
-    """Return probabilities beside the noisy histogram of a calibration; none without one."""
-    task = report.task
-    if not isinstance(task, Classification) or task.calibration is None:
-        return []
-    return task.calibration.reliability()
 
 
 def _points(run: Path) -> list[dict[str, Any]]:
@@ -233,7 +225,7 @@ def _as_code(name: str) -> str:
     The code is between more backticks than the name has in a row.
     """
     backticks = re.findall("`+", name)
-    fence = "`" * (1 + max((len(each) for each in backticks), default=0))
+    fence = "`" + max(backticks, key=len, default="")
     padded = f" {name} " if backticks else name
     return f"{fence}{padded}{fence}".replace("|", "\\|")
 
@@ -254,8 +246,10 @@ def model_card(report: Report, model: "nn.Module") -> str:
         report: report of the run, which every number of the card is from.
         model: its network. If it is a sequence of torch's layers, they become code that builds it.
     """
-    template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
-    [*_, trained] = [event for event in report.events if event.trains]
+    template = templates().get_template("model_card.md.jinja")
+    metric, score = report.score
+    trained = report.training[-1]
+    calibration = report.network.calibration
     recipe = dict[str, Any]()
     for name, default in RECIPE_DEFAULTS.items():
         value = getattr(report.settings, name)
@@ -269,7 +263,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         continues=bool(report.task.network),
         score=score,
         largest=_largest(report),
-        reliability=_reliability(report),
+        reliability=[] if calibration is None else calibration.reliability(),
         most_classes=MOST_CLASSES,
         percent=percent_or_dash,
         number=number,
@@ -293,7 +287,9 @@ def _are_own(features: str | None) -> bool:
 
 def _parts(report: Report) -> list[tuple[str, TrainingEvent]]:
     """Return the events of a run with their names in words, in the order of the card."""
-    trained, counts, tested = (list[tuple[str, TrainingEvent]]() for _ in range(3))
+    trained = list[tuple[str, TrainingEvent]]()
+    counts = list[tuple[str, TrainingEvent]]()
+    tested = list[tuple[str, TrainingEvent]]()
     for event in report.events:
         if event.records == "test":
             tested.append(("test scores", event))
@@ -387,7 +383,7 @@ def _largest(report: Report) -> str:
     confusion_matrix = getattr(report.scores, "confusion", None)
     if not confusion_matrix:
         return "that class"
-    counts = [sum(row) for row in confusion_matrix]
+    counts = list(map(sum, confusion_matrix))
     return _as_code(report.data.classes[counts.index(max(counts))])
 
 

@@ -1,6 +1,7 @@
 """A run as its sentences, its report and its card describe it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dpmac_cli.accounting.account import Account
@@ -19,18 +20,15 @@ class DescribedRun:
         plan: plan of the run, with the facts of its records.
         spent: account of everything that was done to them.
         weighed: where the weights of records come from, if they are a program's.
-        released: topics of the histograms that were released: ranges, calibration, residuals.
+        released: what the noisy histograms that were released told, by topic: ranges, and what the
+            task has of them (calibration, residuals). A histogram that is planned may not be: of a
+            run that was stopped, or whose budget was used up by lost steps.
     """
 
     plan: Plan
     spent: Account
     weighed: str = ""
-    released: tuple[str, ...] = ()
-
-    @property
-    def private(self) -> bool:
-        """Return whether noise was added."""
-        return self.plan.private
+    released: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def units(self) -> bool:

@@ -156,7 +156,8 @@ def _rate(scores: Floats, coins: Bools, non_members: Floats, rate: float) -> dic
         non_members: scores of other runs, which exceed the threshold at ``rate``.
         rate: false positive rate.
     """
-    members, rest = scores[coins], scores[~coins]
+    members = scores[coins]
+    rest = scores[~coins]
     if rate * len(rest) < LEAST_ALARMS:
         return {"false_positive_rate": rate, "true_positive_rate": None, "interval": None}
     threshold = np.quantile(non_members, 1 - rate, method="higher")
@@ -196,7 +197,8 @@ def scored(
         owners: unit of each record.
     """
     of_records = coins[:, owners]
-    log_p, log_shadows = (log_likelihoods(task, of, shadows) for of in (phi, shadows))
+    log_p = log_likelihoods(task, phi, shadows)
+    log_shadows = log_likelihoods(task, shadows, shadows)
     return {
         "rmia": by_unit(rmia(log_p, log_shadows, of_records), owners),
         "lira": by_unit(lira(phi, shadows, of_records), owners),

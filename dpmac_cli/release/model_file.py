@@ -31,7 +31,8 @@ from dpmac_cli.features.texts import encoder_weights
 from dpmac_cli.models import weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.digest import digest
-from dpmac_cli.release.report import Facts, parse_file
+from dpmac_cli.release.facts import Facts
+from dpmac_cli.release.report import parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.training.carried_accounts import attach
 
@@ -138,7 +139,8 @@ def _misfits(in_file: Mapping[str, str], expected: Mapping[str, str]) -> Iterato
         in_file, expected: forms of the tensors by name, as :func:`_forms` returns them.
     """
     for key in sorted(in_file.keys() | expected.keys()):
-        there, wanted = in_file.get(key), expected.get(key)
+        there = in_file.get(key)
+        wanted = expected.get(key)
         if there != wanted:
             yield f"{key}: {there or 'missing'} in the file, expected {wanted or 'nothing'}"
 
@@ -167,7 +169,8 @@ def _add_public_weights(
         public_weights, head = encoder_weights(features), None
     elif isinstance(features, registry.Backbone):
         public_weights = _backbone_weights(file, facts, features.kind, public)
-        network, head = network.get_submodule("network"), registry.BACKBONES[features.kind].head
+        network = network.get_submodule("network")
+        head = registry.BACKBONES[features.kind].head
     else:
         return
     if known is not None and public_weights.sha256 != known.sha256:
@@ -334,7 +337,8 @@ def _features(file: Path, facts: Facts, public: Path | str | None) -> registry.F
         return None
     named = known.name
     if known.encoder is not None:
-        config, causal = _encoder(file, known.encoder), facts.task.network is not None
+        config = _encoder(file, known.encoder)
+        causal = facts.task.network is not None
         if settings.train != "head":  # the file has the whole network
             whole = TextEncoder(named, config, weight_bytes=file.stat().st_size)
             return whole.of(facts.data.records, causal=causal)

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
@@ -12,6 +12,7 @@ from dpmac_cli.files import write_atomically
 from dpmac_cli.libraries import matplotlib, mpl_figure, np
 from dpmac_cli.tasks.calibration import Calibration, Reliability
 from dpmac_cli.tasks.intervals import clopper_pearson
+from dpmac_cli.tasks.metrics import EvaluationMetric
 from dpmac_cli.tasks.operating_point import ENDS, MOST_LIKELY, OperatingPoint
 from dpmac_cli.tasks.residuals import ENDS as BINS_OF_RESIDUALS
 from dpmac_cli.tasks.residuals import LEVEL, Residuals
@@ -123,7 +124,8 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     """
     figure, panels = new_figure(2)
     for panel, name in zip(panels, (score, "epsilon"), strict=True):
-        epochs, values = list[float](), list[float]()
+        epochs = list[float]()
+        values = list[float]()
         for point in points:
             value = point.get(name)
             if isinstance(value, int | float):
@@ -137,42 +139,32 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     return figure
 
 
-class Point(NamedTuple):
-    """Mean score of the runs of a cell of a study after an epoch: a point of :func:`curves`.
-
-    Attributes:
-        epoch: epochs that were trained, which need not be whole.
-        epsilon: epsilon of one of the runs by then; None without privacy.
-        score: mean of the test scores.
-    """
-
-    epoch: float
-    epsilon: float | None
-    score: float
-
-
-def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = True) -> "Figure":
+def curves(cells: Mapping[str, Sequence[Mapping[str, Any]]], metric: EvaluationMetric) -> "Figure":
     """Draw scores over epsilon in one panel, and over epochs in the other.
 
     Each of the first 28 lines has a colour with a kind of dash of its own, and neighbours in the
     legend have different marks, at different points: lines on each other are seen as several.
 
     Args:
-        cells: points of each cell of a study, by its name; each is a line.
-        score: name of the score in words, for the axis.
-        share: True for a score from 0 to 1, which is shown in percent; False for any other number.
+        cells: mean scores of the runs of each cell of a study, by its name; each is a line. A point
+            has the keys of a line of metrics.jsonl: "epoch", which need not be whole, "epsilon" of
+            one of the runs by then, None without privacy, and the score.
+        metric: the score. A share is shown in percent.
     """
     figure, (by_epsilon, by_epoch) = new_figure(2)
-    scale = 100 if share else 1
+    scale = 100 if metric.share else 1
     for number, (name, points) in enumerate(cells.items()):
-        epochs, scores = list[float](), list[float]()
-        spent, scores_of_spent = list[float](), list[float]()
+        epochs = list[float]()
+        scores = list[float]()
+        spent = list[float]()
+        scores_of_spent = list[float]()
         for point in points:
-            epochs.append(point.epoch)
-            scores.append(scale * point.score)
-            if point.epsilon is not None:
-                spent.append(point.epsilon)
-                scores_of_spent.append(scale * point.score)
+            score = scale * point[metric.logged]
+            epochs.append(point["epoch"])
+            scores.append(score)
+            if point["epsilon"] is not None:
+                spent.append(point["epsilon"])
+                scores_of_spent.append(score)
         apart = max(1, len(points) // MARKED)
         look: dict[str, Any] = {
             "marker": MARKERS[number % len(MARKERS)],
@@ -182,7 +174,7 @@ def curves(cells: Mapping[str, Sequence[Point]], score: str, *, share: bool = Tr
         }
         by_epsilon.plot(spent, scores_of_spent, **look)
         by_epoch.plot(epochs, scores, **look)
-    title = f"test {score}, percent" if share else f"test {score}"
+    title = f"test {metric.title}, percent" if metric.share else f"test {metric.title}"
     by_epsilon.set(xlabel="epsilon of one run", ylabel=title)
     by_epoch.set(xlabel="epoch", ylabel=title)
     by_epoch.locator_params("x", integer=True)
@@ -206,8 +198,11 @@ def reliability(bins: Sequence[Reliability]) -> "Figure":
     """
     figure, (panel,) = new_figure(1)
     panel.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
-    calibrated, trained, shares = list[float](), list[float](), list[float]()
-    below, above = list[float](), list[float]()
+    calibrated = list[float]()
+    trained = list[float]()
+    shares = list[float]()
+    below = list[float]()
+    above = list[float]()
     for each in bins:
         calibrated.append(each.calibrated)
         trained.append(each.trained)
@@ -239,7 +234,7 @@ def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> "Figure"
     figure, (panel,) = new_figure(1)
     _draw_counts(panel, counts)
     labels = [_as_text(name) for name in names]
-    long = max(len(name) for name in names) > 3
+    long = max(map(len, names)) > 3
     panel.set_xticks(range(len(labels)), labels, rotation=30 if long else 0)
     panel.set_yticks(range(len(labels)), labels)
     panel.set(xlabel="predicted class", ylabel="true class")
@@ -270,7 +265,6 @@ def predicted_numbers(
     counts: Sequence[Sequence[int]],
     coverage: Sequence[float | None] | None,
     ends: Sequence[float],
-    level: float = LEVEL,
 ) -> "Figure":
     """Draw test records by true and predicted number, and the coverage of their intervals.
 
@@ -279,14 +273,14 @@ def predicted_numbers(
         coverage: share of the targets of each predicted bin that are in their intervals, None
             where no record is; None for a model without intervals, which has no such panel.
         ends: ends of the bins on the scale of the target, one more than there are bins.
-        level: share that the intervals were made for, such as 0.9.
     """
     figure, (panel, *others) = new_figure(1 if coverage is None else 2)
     _draw_counts(panel, counts, zero="")
     panel.invert_yaxis()
     diagonal = [-0.5, len(counts) - 0.5]
     panel.plot(diagonal, diagonal, "-", color=COLOURS[1], linewidth=1, alpha=0.6)
-    places, labels = np.arange(len(ends)) - 0.5, [_rounded(end) for end in ends]
+    places = np.arange(len(ends)) - 0.5
+    labels = [_rounded(end) for end in ends]
     panel.set_yticks(places, labels)
     panel.set(ylabel="true number")
     for each in (panel, *others):
@@ -294,7 +288,7 @@ def predicted_numbers(
         each.set(xlabel="predicted number")
     if coverage is not None:
         sizes = np.sum(counts, 0).tolist()
-        _draw_coverage(others[0], sizes, coverage, level)
+        _draw_coverage(others[0], sizes, coverage)
     return figure
 
 
@@ -303,25 +297,23 @@ def _rounded(value: float) -> str:
     return f"{float(f'{value:.3g}'):,g}"
 
 
-def _draw_coverage(
-    panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None], level: float
-) -> None:
+def _draw_coverage(panel: "Axes", sizes: Sequence[int], coverage: Sequence[float | None]) -> None:
     """Draw the share of targets in their intervals by bin, with 95% intervals of the share.
 
     Args:
         panel: the panel to draw in.
         sizes: numbers of records in the bins.
-        coverage: share of each bin, from 0 to 1; None for a bin that has no record.
-        level: intended share, drawn as a line.
+        coverage: share of each bin, from 0 to 1; None for a bin that has no record. The intended
+            share is drawn as a line.
     """
-    panel.axhline(level, color=COLOURS[1], linestyle="--")
+    panel.axhline(LEVEL, color=COLOURS[1], linestyle="--")
     for place, (size, share) in enumerate(zip(sizes, coverage, strict=True)):
         if share is not None:
             low, high = clopper_pearson(share, size)
             ends = [[share - low], [high - share]]
             panel.errorbar([place], [share], ends, color="black", marker="o", capsize=3)
     panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(0, 1.02))
-    panel.set(ylabel=f"share in its interval of {level:.0%}")
+    panel.set(ylabel=f"share in its interval of {LEVEL:.0%}")
 
 
 def rates(calibration: Calibration) -> "Figure":
@@ -334,7 +326,8 @@ def rates(calibration: Calibration) -> "Figure":
     """
     figure, (panel,) = new_figure(1)
     _draw_guessing(panel, [0, 1], [0, 1])
-    false_positives, sensitivities = list[float](), list[float]()
+    false_positives = list[float]()
+    sensitivities = list[float]()
     for log_odds in np.linspace(ENDS[0], ENDS[-1], 200).tolist():
         sensitivity, specificity = OperatingPoint(MOST_LIKELY, log_odds).rates(calibration)
         false_positives.append(1 - specificity)
@@ -344,19 +337,18 @@ def rates(calibration: Calibration) -> "Figure":
     return figure
 
 
-def residuals(histogram: Residuals, level: float = LEVEL) -> "Figure":
-    """Draw the noisy histogram of residuals, and the ends of the interval of a share of them.
+def residuals(histogram: Residuals) -> "Figure":
+    """Draw the noisy histogram of residuals, and the ends of the interval of 90% of them.
 
     Args:
         histogram: noisy counts of targets minus predictions, both scaled to [-1, 1]. Negative
             counts, which the noise makes, are drawn as 0.
-        level: share of the residuals that the interval has.
     """
     figure, (panel,) = new_figure(1)
     counts = np.array(histogram.counts).clip(0)
     shares = counts / max(counts.sum(), 1.0)
     panel.stairs(shares, BINS_OF_RESIDUALS, fill=True, color="#bbbbbb")
-    for end in histogram.interval(level):
+    for end in histogram.interval(LEVEL):
         panel.axvline(end, color=COLOURS[1], linestyle="--")
     low, high = histogram.interval(0.99)
     widest = 1.5 * max(abs(low), abs(high))
@@ -384,9 +376,13 @@ def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = 
             labels = tuple(row[axis] for axis in study["axes"])
             lines.setdefault(labels, []).append(row)
     for number, (labels, cells) in enumerate(lines.items()):
-        columns = [cell[study["column"]] for cell in cells]
-        scores = [scale * cell["mean"] for cell in cells]
-        spreads = [scale * (cell["std"] or 0) for cell in cells]
+        columns = list[float]()
+        scores = list[float]()
+        spreads = list[float]()
+        for cell in cells:
+            columns.append(cell[study["column"]])
+            scores.append(scale * cell["mean"])
+            spreads.append(scale * (cell["std"] or 0))
         colour = number
         for label in labels:
             if label in optimizers:

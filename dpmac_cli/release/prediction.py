@@ -1,4 +1,4 @@
-"""Score a published model on a test split, and predict the targets of new, unlabelled records."""
+"""Predict the targets of new, unlabelled records by a published model."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,203 +10,29 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpmac_cli.config.datasets import DATASETS
-from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, DataFacts, LeftOut, published_facts
+from dpmac_cli.config.facts import NONE_LEFT_OUT, TABLES, LeftOut
 from dpmac_cli.config.records import Records
-from dpmac_cli.config.settings import PRIVATE_SCALE, THRESHOLD, Settings
+from dpmac_cli.config.settings import THRESHOLD, Settings
 from dpmac_cli.data.cache import Rows
-from dpmac_cli.data.dataset import Dataset, Declaration
+from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.in_memory import as_new
 from dpmac_cli.data.layout import channels_first, inputs_of
-from dpmac_cli.data.read import read, read_new
+from dpmac_cli.data.read import read_new
 from dpmac_cli.data.reader import kind_of
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX
 from dpmac_cli.dp.torch_errors import code_of_task
-from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import PRIVATE_MODE, to_csv, write_atomically
-from dpmac_cli.models.dataset import Data, on_device, scaling_of
+from dpmac_cli.models.dataset import scaling_of
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.progress import report
 from dpmac_cli.release.model_file import Released
-from dpmac_cli.release.report import Facts
-from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.runs.resolve import settings_of_data
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Task
-from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Results of a model file on every test sample, as ``dpmac eval`` prints them.
-
-    Attributes:
-        result: outputs and scores.
-        dataset: name of the dataset.
-        path: the model file.
-        covered: whether its run released scores with noise, unlike these, which are exact.
-        held_out: whether there was no test set, so that the run held records out.
-        point: what decides between two classes, in words; "" without an operating point.
-    """
-
-    result: Evaluation
-    dataset: str
-    path: Path
-    covered: bool = False
-    held_out: bool = False
-    point: str = ""
-
-
-def score(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Scored:
-    """Score a published model on the whole test split; see :meth:`dpmac_cli.Run.score`.
-
-    Args:
-        released: the model.
-        dataset: a name, a path, or records in memory; None for the dataset of the training.
-        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
-
-    Raises:
-        InputError: a file is missing or damaged.
-        ModelError: the network does not fit the dataset.
-    """
-    file, facts = released.path, released.facts
-    below, chosen = _settings_of_data(released, dataset, data_dir)
-    if chosen.dataset in DATASETS:  # before its files are downloaded
-        _check_fits(released, published_facts(str(chosen.dataset), chosen.unit))
-    data = _data_to_score(released, below, chosen)
-    known = data.facts
-    return Scored(
-        result=_evaluated(released.model, facts, on_device(data, released.device)),
-        dataset=known.name,
-        path=file,
-        covered=facts.settings.cover_scores or False,
-        held_out=known.held_out,
-        point=str(facts.sentences.get("operating_point", "")),
-    )
-
-
-def data_of(released: Released, dataset: Any = None, data_dir: Path | str | None = None) -> Dataset:
-    """Return the records that a model was trained and tested on, split as they were.
-
-    Args:
-        released: the model.
-        dataset: a name, a path, or records in memory; None for the dataset of the training.
-        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
-
-    Raises:
-        InputError: the data cannot be read, or nothing says which records were held out.
-        ModelError: the model does not fit it.
-    """
-    below, chosen = _settings_of_data(released, dataset, data_dir)
-    return _data_to_score(released, below, chosen)
-
-
-def _check_fits(released: Released, known: DataFacts) -> None:
-    """Raise ModelError if a model does not fit a dataset: other shapes, classes or ranges.
-
-    A number to predict whose range was found by counts fits any range around it, and registered
-    datasets may have other names of classes.
-    """
-    file, facts = released.path, released.facts
-    shape = known.records.shape
-    if shape != facts.data.records.shape:
-        raise ModelError(
-            f"{file} does not fit {known.name}: it takes records of shape "
-            f"{facts.data.records.shape}, but those of the dataset have {shape}."
-        )
-    same_outputs = known.task.outputs == facts.task.outputs
-    fits = same_outputs and (_is_around(known.task, facts) or not known.user_supplied)
-    if known.task != facts.task and not fits:
-        raise ModelError(
-            f"{known.typed} has {known.task.summary}, but {file} was trained on "
-            f"{facts.task.summary}."
-        )
-
-
-def _is_around(task: Task, facts: Facts) -> bool:
-    """Return whether a model's range was found by counts inside that of a number to predict.
-
-    Then the model predicts a narrower range than is declared, which is no misfit.
-
-    Args:
-        task: the number to predict, as it is declared.
-        facts: facts of the model.
-    """
-    is_found = task.open or facts.settings.scale == PRIVATE_SCALE
-    return is_found and isinstance(task, Regression) and task.calibrates and task.covers(facts.task)
-
-
-def _evaluated(model: nn.Module, facts: Facts, data: Data) -> Evaluation:
-    """Evaluate a model on test records, read and calibrated as those that it was trained on.
-
-    Args:
-        model: the network.
-        facts: its facts: how records are scaled, and the task with its calibration.
-        data: the dataset, of which the test records are used.
-    """
-    task = replace(facts.task, names=data.task.names)
-    data = data.scaled_as(facts.data.records).predicting(task)
-    return evaluate(model, data, data.tested)
-
-
-def _settings_of_data(
-    released: Released, dataset: Any, data_dir: Path | str | None
-) -> tuple[Path | None, Settings]:
-    """Return the config.yaml beside a model, if it is of your own data, and settings of the data.
-
-    Args:
-        released: the model.
-        dataset: a name, a path, or records; None for the dataset that it was trained on.
-        data_dir: folder of datasets; None for the default.
-
-    Raises:
-        InputError: it was trained on your own data, and nothing says where that is.
-    """
-    file, known = released.path, released.facts.data
-    beside = file.parent / CONFIG
-    # A run's config.yaml records how your own data was read and split.
-    below = beside if known.user_supplied and beside.is_file() else None
-    if below is None and dataset is None:
-        if known.user_supplied:
-            raise InputError(
-                f"{file} was trained on your own data, {known.name}. Set {{dataset}} to its path."
-            )
-        dataset = known.name
-    return below, settings_of_data({"dataset": dataset, "data_dir": data_dir}, below)
-
-
-def _data_to_score(released: Released, below: Path | None, chosen: Settings) -> Dataset:
-    """Read the data to score on, split as in training.
-
-    Args:
-        released: the model, with the schema of its table.
-        below: config.yaml of its run, which says how your own data was split; None without.
-        chosen: settings of the data.
-
-    Raises:
-        InputError: the data cannot be read, or nothing says which records were held out.
-        ModelError: the model does not fit it.
-    """
-    file, known = released.path, released.facts.data
-    schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
-    data = read(chosen, released.reader, schema)
-    facts = data.facts
-    if schema is not None and facts.schema is not None and facts.schema.columns != schema.columns:
-        raise ModelError(
-            f"{facts.typed} has a schema with other columns than the one that {file} was trained "
-            "with. Pass that schema to from_dataframe."
-        )
-    _check_fits(released, facts)
-    if below is None and facts.held_out:
-        raise InputError(
-            f"{facts.typed} has no test set, and the split is only recorded in the {CONFIG} of "
-            "the run. Use the run's folder, or data with a test set."
-        )
-    return data
-
+from dpmac_cli.training.evaluation import outputs, places
 
 #: Names of the readers of the package. Readers of programs may read what any model takes.
 KINDS = ("images", "texts", "tables", "array files", "arrays")
@@ -272,7 +98,8 @@ def _check_new(x: Any, path: Path, records: Records) -> None:
     """
     if isinstance(x, Rows):
         return  # decoded as the model needs them
-    is_image, rank = records.kind == "images", len(records.shape)
+    is_image = records.kind == "images"
+    rank = len(records.shape)
     ranks = (3, 4) if is_image else (rank + 1,)
     in_shape = x.ndim in ranks and channels_first(x[:1]).shape[1:] == records.shape
     names = ("channels", "height", "width")[-rank:]
@@ -411,7 +238,9 @@ def predict(
     declared = _declared(data, released, skip_bad=skip_bad, id_column=id_column)
     raise_errors(_misfits(declared, released))
     reading = read_new(declared)
-    x, names, ids = reading.arrays["x"], reading.arrays["name"], reading.arrays.get("id")
+    x = reading.arrays["x"]
+    names = reading.arrays["name"]
+    ids = reading.arrays.get("id")
     _check_new(x, declared.path, released.facts.data.records)
     inputs = partial(_inputs, x, released.facts.data.records, released.device)
     logits = _outputs(released, inputs(), len(x))
@@ -527,7 +356,8 @@ def _outputs(
         batches: records as the network takes them, some after the other.
         count: number of all records, for the progress.
     """
-    done, kind = 0, torch.promote_types(dtype_of(released.model), torch.float32)
+    done = 0
+    kind = torch.promote_types(dtype_of(released.model), torch.float32)
     # Small arrays that stay between large batches that go would keep the memory of all of them.
     all_logits = torch.empty(count, released.facts.task.outputs, dtype=kind)
     for logits in outputs(released.model, batches):

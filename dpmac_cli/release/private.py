@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.class_weights import class_weights
 from dpmac_cli.config.facts import InMemoryData
@@ -99,14 +100,17 @@ class PrivateTraining(PrivateProgram):
         weigh = None if weights is None else RecordWeights(weights, largest_weight, "x", "target")
         read_by_them = (function, weights)  # networks that these read count, too
         earlier = carried_by(model, read_by_them) if isinstance(model, nn.Module) else ()
-        counted = tuple(event for account in earlier if account.private for event in account.own)
+        counted = list[TrainingEvent]()
+        for account in earlier:
+            if account.private:
+                counted += account.own
         asked = {**values_of(settings), **keywords}
         _check_asked(asked)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
         chosen = {"dataset": data, "model": name, "calibration": NO_CALIBRATION}
         if loss is not None:
             chosen["loss"] = loss if function is None else None
-        resolved = resolve({**asked, **chosen}, earlier=counted)
+        resolved = resolve({**asked, **chosen}, earlier=tuple(counted))
         device = choose_device(resolved.plan.settings.device)
         plan = _as_asked(resolved.plan.on(str(device)), asked)
         if plan.settings.out is not None:

@@ -31,20 +31,20 @@ from dpmac_cli.config.settings import GROUPS, OPTIMIZER
 from dpmac_cli.features.frozen import WithHead
 from dpmac_cli.models.build import Network
 from dpmac_cli.models.language_model import adapter_of
-from dpmac_cli.release import report
 from dpmac_cli.release.audit import Guesses
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.described_run import DescribedRun
+from dpmac_cli.release.facts import FORMAT, LEFT_OUT, Data, Features, Recorded
+from dpmac_cli.release.facts import Network as NetworkFacts
 from dpmac_cli.release.model_file import load_model, save_model
+from dpmac_cli.release.report import Report, Score, Scores
 from dpmac_cli.release.run import Run
-from dpmac_cli.release.sentences import sentences_of
+from dpmac_cli.release.sentences import operating_point, sentences_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device, device_name
 from dpmac_cli.runs.ledger import state_of
 from dpmac_cli.runs.session import Session
-from dpmac_cli.tasks.calibration import Calibration
-from dpmac_cli.tasks.operating_point import OperatingPoint
-from dpmac_cli.tasks.residuals import Residuals
+from dpmac_cli.tasks.metrics import EvaluationMetric
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import losses
 
@@ -68,7 +68,7 @@ def publish(session: Session, network: Network | None = None) -> Run:
     described = describe_run(session, _exact_scores(session))
     values = described.values()
     with session.trainer.published():
-        save_model(where / folder.MODEL, model, first_half(described).values())
+        save_model(where / folder.MODEL, model, described.header())
         _write_adapter(session)
     files.write_atomically(where / folder.CARD, model_card(described, model).encode())
     _write_audit(session)
@@ -99,12 +99,6 @@ def _exact_scores(session: Session) -> dict[str, Any]:
     return {} if scored is None else scored.values()
 
 
-def first_half(described: report.Report) -> report.Facts:
-    """Return the facts of a report without its scores, machine and state: a model file's header."""
-    facts = {name: getattr(described, name) for name in report.Facts.model_fields}
-    return report.Facts(**facts)
-
-
 def _write_adapter(session: Session) -> None:
     """Write the LoRA updates of a language model in the format of peft; nothing for other runs.
 
@@ -121,23 +115,28 @@ def _write_adapter(session: Session) -> None:
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
-def describe_run(session: Session, exact: Mapping[str, Any]) -> report.Report:
+def describe_run(session: Session, exact: Mapping[str, Any]) -> Report:
     """Return the report of a run: its settings, data, network, guarantee, scores and machine.
 
     Args:
         session: session of the run, after its last step or where it was stopped.
         exact: exact test metrics as JSON values; empty for covered scores.
     """
-    run = DescribedRun(session.plan, session.account, session.weighed, _released(session))
+    task = session.trainer.task
+    released = {"ranges": session.trainer.ranges, **task.counted_facts}
+    run = DescribedRun(session.plan, session.account, session.weighed, released)
     guarantee = guarantee_of(run)
-    point = session.trainer.task.point_facts(guarantee["epsilon"] or math.inf)
+    point = released.get("operating_point")
+    calibration = released.get("calibration")
     if point is not None:
-        guarantee["sentences"]["operating_point"] = point["statement"]
-    return report.Report(
-        version=report.FORMAT,
+        epsilon = guarantee["epsilon"] or math.inf
+        statement = operating_point(point, calibration, task.names, epsilon)
+        guarantee["sentences"]["operating_point"] = statement
+    return Report(
+        version=FORMAT,
         settings=_settings(session),
         data=_data(session),
-        network=_network(session, point),
+        network=_network(session),
         features=_features(session),
         **guarantee,
         scores=scores(session.plan.facts.task, session.history, exact),
@@ -162,7 +161,7 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
     cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit) if plan.private else None
     guarantee = cost.statement
-    if run.private and account.seeded:
+    if plan.private and account.seeded:
         guarantee = f"{SEED_GIVEN} {guarantee}"
     sentences: dict[str, Any] = {"guarantee": guarantee, **sentences_of(run)}
     if risk is not None:
@@ -185,21 +184,6 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
     }
 
 
-def _released(session: Session) -> tuple[str, ...]:
-    """Return the topics of the histograms of training records that were released.
-
-    A histogram is planned, and may not have been released: of a run that was stopped, or whose
-    budget was used up by lost steps. Topics are "ranges", "calibration" and "residuals".
-    """
-    task = session.trainer.task
-    released = {
-        "ranges": session.trainer.ranges,
-        "calibration": getattr(task, "calibration", None),
-        "residuals": getattr(task, "residuals", None),
-    }
-    return tuple(topic for topic, of in released.items() if of)
-
-
 def _settings(session: Session) -> Any:
     """Return the settings of a run for its report: no path, and nothing without an effect.
 
@@ -211,7 +195,7 @@ def _settings(session: Session) -> Any:
     values = dict[str, Any]()
     for name, value in plan.recorded.items():
         idle = GROUPS[name] == OPTIMIZER and name not in used
-        if name not in report.LEFT_OUT and not idle:
+        if name not in LEFT_OUT and not idle:
             values[name] = value
     values |= {"dataset": plan.facts.name, "model": plan.model.name}
     # Not the chunk: it says when memory ran out, which depends on the size of a batch.
@@ -220,14 +204,15 @@ def _settings(session: Session) -> Any:
         values["pretrained"] = plan.pretrained.name
     if isinstance(plan.features, TextEncoder):
         values["backbone"] = plan.features.kind
-    return report.Recorded(**values)
+    return Recorded(**values)
 
 
-def _data(session: Session) -> report.Data:
+def _data(session: Session) -> Data:
     """Return the facts of the records: name, sizes, declarations, and ranges that were counted."""
-    facts, task_facts = session.plan.facts, dict[str, Any](session.trainer.data.task.facts)
+    facts = session.plan.facts
+    task_facts = dict[str, Any](session.trainer.data.task.facts)
     schema = facts.schema
-    return report.Data(
+    return Data(
         name=facts.name,
         user_supplied=facts.user_supplied,
         train_size=facts.train_size,
@@ -263,33 +248,21 @@ def _ranges(counted: Mapping[str, Tensor], plan: Plan) -> dict[str, tuple[float,
     return ranges
 
 
-def _network(session: Session, point: Mapping[str, Any] | None) -> report.Network:
-    """Return the facts of the network.
-
-    Args:
-        session: session of the run.
-        point: operating point of two classes, see
-            :meth:`~dpmac_cli.tasks.task.Task.point_facts`; None without one.
-    """
-    calibrated = session.trainer.task
-    calibration = getattr(calibrated, "calibration", None)
-    residuals = getattr(calibrated, "residuals", None)
-    operating_point = None
-    if point is not None:
-        operating_point = OperatingPoint(point["asked"], point["log_odds"])
-    return report.Network(
+def _network(session: Session) -> NetworkFacts:
+    """Return the facts of the network, and of its task what noisy counts told."""
+    counted = {"calibration": None, "residuals": None, "operating_point": None}
+    counted |= session.trainer.task.counted_facts
+    return NetworkFacts(
         name=session.plan.model.name,
         built_by=session.task.built_by or None,
         parameters=session.task.parameters,
         trained=session.trainer.sums.size,
         steps=session.trainer.state.step,
-        calibration=calibration if isinstance(calibration, Calibration) else None,
-        residuals=residuals if isinstance(residuals, Residuals) else None,
-        operating_point=operating_point,
+        **counted,
     )
 
 
-def _features(session: Session) -> report.Features | None:
+def _features(session: Session) -> Features | None:
     """Return name, checksum and form of public features and weights; None without any."""
     plan = session.plan
     name, encoder = plan.settings.features or plan.settings.backbone, None
@@ -299,7 +272,7 @@ def _features(session: Session) -> report.Features | None:
         name = plan.pretrained.name
     if name is None:
         return None
-    return report.Features(name=name, sha256=session.task.pretrained, encoder=encoder)
+    return Features(name=name, sha256=session.task.pretrained, encoder=encoder)
 
 
 #: Statuses of what a run computes from its records.
@@ -316,8 +289,7 @@ def computed(run: DescribedRun) -> dict[str, str]:
 
     Returns:
         A status by the name of the value in words: "protected" by noise, "declared public" by
-            whoever
-        trained the model, "published" with a registered dataset, or "not covered".
+        whoever trained the model, "published" with a registered dataset, or "not covered".
     """
     facts = run.plan.facts
     statuses = {"weights, and all numbers of the report except those below": PROTECTED}
@@ -374,9 +346,7 @@ def guesses_of(canaries: int) -> int:
     return max(canaries // 2, min(canaries, FEW_GUESSES))
 
 
-def scores(
-    task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]
-) -> report.Scores | None:
+def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) -> Scores | None:
     """Return test scores: exact metrics, or scores that were released with noise.
 
     Args:
@@ -392,14 +362,13 @@ def scores(
         return None
     logged = {name.removeprefix("test_"): value for name, value in last.items()}
     values = {**logged, **exact, headline.key: last.get(headline.logged)}
-    metrics, details = dict[str, Any](), dict[str, Any]()
-    constants = {metric.constant for metric in task.metrics}
+    metrics = dict[str, Any]()
+    details = dict[str, Any]()
     for metric in task.metrics:
-        metrics[metric.key] = report.Score(**_score(values, metric.key, metric.constant))
+        metrics[metric.key] = Score(**_score(values, metric))
     for name in task.reported:
-        if name not in constants:
-            details[name] = values.get(name)
-    return report.Scores(
+        details[name] = values.get(name)
+    return Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
         noise=values.get("noise"),
@@ -409,20 +378,19 @@ def scores(
     )
 
 
-def _score(values: Mapping[str, Any], key: str, constant: str) -> dict[str, Any]:
+def _score(values: Mapping[str, Any], metric: EvaluationMetric) -> dict[str, Any]:
     """Return a metric with its interval, and what a constant prediction has, if they are known.
 
     Args:
         values: scores as JSON values.
-        key: key of the metric.
-        constant: key of the metric of the best constant prediction.
+        metric: the metric.
     """
-    score = {"value": values.get(key)}
-    interval = values.get(f"{key}_interval")
+    score = {"value": values.get(metric.key)}
+    interval = values.get(f"{metric.key}_interval")
     if interval is not None:
         score["low"], score["high"] = interval
-    if constant in values:
-        score["constant"] = values[constant]
+    if metric.constant in values:
+        score["constant"] = values[metric.constant]
     return score
 
 

@@ -16,7 +16,7 @@ from dpmac_cli.before_0_4 import ReportValues
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import to_json
 from dpmac_cli.models.build import Network
-from dpmac_cli.release import prediction
+from dpmac_cli.release import prediction, scoring
 from dpmac_cli.release.model_file import Released, load_model
 from dpmac_cli.release.prediction import Predictions
 from dpmac_cli.release.report import read_report
@@ -108,7 +108,8 @@ class Run:
             InputError: a file is missing or damaged.
             ModelError: the network does not fit the dataset.
         """
-        return prediction.score(self.released, dataset, data_dir).result
+        result, _ = scoring.score(self.released, dataset, data_dir)
+        return result
 
     def predict(
         self,

@@ -6,7 +6,7 @@ and nothing if the topic does not apply to the run. It reads the plan and the ac
 record.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.statements import format_epsilon
@@ -21,6 +21,13 @@ from dpmac_cli.config.networks import (
 from dpmac_cli.config.records import Texts
 from dpmac_cli.optim.optimizer import InBall
 from dpmac_cli.release.described_run import DescribedRun
+from dpmac_cli.tasks.calibration import Calibration
+from dpmac_cli.tasks.operating_point import (
+    SENSITIVITY,
+    OperatingPoint,
+    records_of_last,
+    share_of_last,
+)
 from dpmac_cli.tasks.regression import Regression
 
 # Seeds and random numbers.
@@ -53,7 +60,7 @@ def seeds(run: DescribedRun) -> Iterator[str]:
 
     Without privacy there is nothing to keep secret, which is then said.
     """
-    if not run.private:
+    if not run.plan.private:
         yield NO_SECRETS
     elif run.spent.seeded:
         yield statements.SEED_GIVEN
@@ -66,7 +73,7 @@ def randomness(run: DescribedRun) -> Iterator[str]:
 
     A run of several parts is called secure if all of them were; if one was not, that is said.
     """
-    if not run.private:
+    if not run.plan.private:
         yield NO_SECRETS
     elif not run.plan.settings.secure:
         yield PLAINLY
@@ -270,7 +277,7 @@ def search(run: DescribedRun) -> Iterator[str]:
 
 def calibration(run: DescribedRun) -> Iterator[str]:
     """Say which histogram probabilities follow from; nothing if none was released."""
-    if "calibration" in run.released:
+    if run.released.get("calibration"):
         yield (
             f"After the last step, one histogram of the training {run.counted} was released with "
             "Gaussian noise, in which each counts at most once. Probabilities follow from it, and "
@@ -279,9 +286,49 @@ def calibration(run: DescribedRun) -> Iterator[str]:
         yield from _sampled(run)
 
 
+#: Records of the last class times epsilon below which a sensitivity is uncertain.
+ENOUGH = 2500
+
+
+def operating_point(
+    point: OperatingPoint, calibration: Calibration | None, names: Sequence[str], epsilon: float
+) -> str:
+    """Return what decides between two classes, and how well by the noisy histogram.
+
+    It depends on the epsilon beside which sentences stand, so it is none of :data:`TOPICS`.
+
+    Args:
+        point: the point in use.
+        calibration: what it follows from; None for a probability without one.
+        names: names of the two classes.
+        epsilon: that of the run, which says how many records are enough for a sensitivity.
+    """
+    statement = (
+        f"It says {names[1]} above a probability of {point.probability(calibration):.3f} "
+        f"(--threshold {point.asked})."
+    )
+    if calibration is None:
+        return statement
+    sensitivity, specificity = point.rates(calibration)
+    low, high = point.interval(calibration)
+    share = share_of_last(calibration)
+    statement += (
+        f" By the noisy histogram of the training records, its sensitivity is {sensitivity:.1%} "
+        f"({low:.1%} to {high:.1%}, because of the noise) and its specificity {specificity:.1%}; "
+        f"{max(share, 1 - share):.1%} of the records are {names[share > 0.5]}."
+    )
+    few = records_of_last(calibration) * epsilon < ENOUGH
+    if few and SENSITIVITY.fullmatch(point.asked):
+        statement += (
+            f" There are few records of {names[1]} for a sensitivity at this epsilon: some "
+            f"{ENOUGH / epsilon:,.0f} are enough."
+        )
+    return statement
+
+
 def residuals(run: DescribedRun) -> Iterator[str]:
     """Say which histogram intervals of numbers follow from; nothing if none was released."""
-    if "residuals" in run.released:
+    if run.released.get("residuals"):
         yield (
             "After the last step, one histogram of the residuals of the training "
             f"{run.counted} was released with Gaussian noise, in which each counts at most once. "
@@ -303,9 +350,9 @@ def ranges(run: DescribedRun) -> Iterator[str]:
     Noisy counts, or, without privacy, the exact records. Nothing if all ranges were declared.
     """
     task, counted = run.plan.facts.task, run.counted
-    if "ranges" not in run.released:
+    if not run.released.get("ranges"):
         return
-    if not run.private:
+    if not run.plan.private:
         yield f"Ranges and ranks that were not declared are exact facts of the training {counted}."
         return
     yield (
@@ -374,7 +421,7 @@ def audit(run: DescribedRun) -> Iterator[str]:
 
 def not_covered(run: DescribedRun) -> Iterator[str]:
     """List what epsilon does not cover, item by item; everything, without privacy."""
-    if not run.private:
+    if not run.plan.private:
         yield "Everything: this is a baseline. Do not publish it if the training records matter."
         return
     yield (
@@ -406,13 +453,13 @@ def not_covered(run: DescribedRun) -> Iterator[str]:
 
 
 #: Topics of a report in their order.
+IN_ORDER: Sequence[Callable[[DescribedRun], Iterator[str]]] = (
+    *(audit_run, seeds, randomness, covered_scores, test_records, public_records, texts),
+    *(features, public, search, calibration, ranges, residuals),
+    *(mechanism, tuning, data_domain, audit, not_covered),
+)
 TOPICS: Mapping[str, Callable[[DescribedRun], Iterator[str]]] = {
-    topic.__name__: topic
-    for topic in (
-        *(audit_run, seeds, randomness, covered_scores, test_records, public_records, texts),
-        *(features, public, search, calibration, ranges, residuals),
-        *(mechanism, tuning, data_domain, audit, not_covered),
-    )
+    topic.__name__: topic for topic in IN_ORDER
 }
 #: Topics that are lists, and those that a run without privacy has, too: what they say holds there.
 LISTS = ("public", "not_covered")
@@ -434,7 +481,7 @@ def sentences_of(run: DescribedRun) -> dict[str, str | tuple[str, ...]]:
     """
     by_topic: dict[str, str | tuple[str, ...]] = {}
     for name, topic in TOPICS.items():
-        if not run.private and name not in WITHOUT_PRIVACY:
+        if not run.plan.private and name not in WITHOUT_PRIVACY:
             continue
         sentences = tuple(topic(run))
         if sentences:

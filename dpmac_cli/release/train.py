@@ -143,14 +143,13 @@ def resume_folder(
     where: Path | str,
     flags: Settings | Values | None = None,
     stop: Stop = never,
-    data: Dataset | Data | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
     """Resume the run in a folder, and yield what happens: see :func:`resume`, :func:`train_plan`.
 
     Raises those of :func:`resume`.
     """
-    return _published(continued_run(where, values_of(flags), stop, data, ranks))
+    return _published(continued_run(where, values_of(flags), stop, None, ranks))
 
 
 def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent]:
@@ -181,7 +180,9 @@ def finish(events: Iterable[RunEvent], on_event: Callable[[Update], None] | None
         Exception: whatever the run raises, or ``on_event`` does. What was spent by then is in the
             ledger of the run.
     """
-    notes, private_notes, run = tuple[str, ...](), tuple[str, ...](), None
+    notes = tuple[str, ...]()
+    private_notes = tuple[str, ...]()
+    run = None
     for event in events:  # all of them: the last one releases the lock of the folder
         if isinstance(event, Started):
             notes, private_notes = event.notes, event.private_notes

@@ -45,7 +45,8 @@ def compare(
             ``out``.
         BudgetError: no noise meets a target epsilon.
     """
-    where, dataset = Path(out), settings.get("dataset")
+    where = Path(out)
+    dataset = settings.get("dataset")
     if not (dataset is None or isinstance(dataset, str | Path)):
         raise InputError(
             "compare trains each run by a command, which cannot read records in memory. Save them "
@@ -59,7 +60,9 @@ def compare(
         if missing:
             executor = local.Commands(study.runs, jobs)
             for look in local.carry_out(executor, missing, lambda: False):
-                failures |= {run: why for run, why in look.ended if why}
+                for run, why in look.ended:
+                    if why:
+                        failures[run] = why
     comparison = collect(study, failures)
     write_comparison(comparison, where)
     return comparison

@@ -45,8 +45,6 @@ from dpmac_cli.runs.resolve import Resolved, resolve
 if TYPE_CHECKING:
     from dpmac_cli.data.dataset import Dataset
 
-#: Settings whose values may have commas.
-WITH_COMMAS = ("unit", *(name for name, field in SETTINGS.items() if JOINED in field.metadata))
 #: A range to draw numbers from.
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 #: Most combinations of values, each of which is validated before anything is trained.
@@ -74,18 +72,27 @@ def read_values(
     """
     faults = list[str]()
     merged, places = layered(flags, file, several_runs=True)
-    of_study = {name: merged.pop(name) for name in model.model_fields if name in merged}
+    of_study = dict[str, Any]()
+    for name in model.model_fields:
+        if name in merged:
+            of_study[name] = merged.pop(name)
     study = valid(model, of_study, faults, places)
-    values = {name: listed_values(name, value) for name, value in merged.items()}
-    for name, listed in values.items():
-        for value in listed:
-            is_range = RANGE.fullmatch(str(value))  # to draw from
+    values = ValuesOf()
+    typed = ValuesOf()
+    for name, value in merged.items():
+        listed = listed_values(name, value)
+        for single in listed:
+            is_range = RANGE.fullmatch(str(single))  # to draw from
             if not is_range:
-                valid(Settings, {name: value}, faults, places)
-    typed = {name: listed for name, listed in values.items() if any(map(is_given, listed))}
-    faults += (in_file(error, places) for error in Settings.contradictions(typed))
+                valid(Settings, {name: single}, faults, places)
+        if any(map(is_given, listed)):
+            typed[name] = listed
+        if name in SETTINGS:
+            values[name] = listed
+    for error in Settings.contradictions(typed):
+        faults.append(in_file(error, places))
     errors += dict.fromkeys(faults)
-    return study, {name: listed for name, listed in values.items() if name in SETTINGS}
+    return study, values
 
 
 def listed_values(name: str, value: Any) -> list[Any]:
@@ -100,14 +107,17 @@ def listed_values(name: str, value: Any) -> list[Any]:
     >>> listed_values("lr", "0.1,0.2"), listed_values("class_weights", [1, 15])
     (['0.1', '0.2'], ['1,15'])
     """
-    value = as_text(value, SETTINGS.get(name))
+    setting = SETTINGS.get(name)
+    value = as_text(value, setting)
     if isinstance(value, list | tuple):
         values = list[Any]()
         for item in value:
             values += listed_values(name, item)
         return values
+    if name == "unit" or (setting is not None and JOINED in setting.metadata):
+        return [value]  # which may have commas
     # What is no text, such as records in memory, has no parts.
-    parts = value if name in WITH_COMMAS else split(value)
+    parts = split(value)
     return parts if isinstance(parts, list) else [parts]
 
 
@@ -126,7 +136,9 @@ def resolved(
     Raises:
         InputError: lists every fault of any combination.
     """
-    results, errors, notes = list[Resolved](), dict[str, None](), dict[str, None]()
+    results = list[Resolved]()
+    errors = dict[str, None]()
+    notes = dict[str, None]()
     data: Dataset | None = None
     for case in cases:
         try:
@@ -236,12 +248,17 @@ class Grid:
 
         They have no dashes before them; "optimizer" is the first.
         """
-        return tuple(name for name, _ in self.runs[0].labels)
+        return tuple(dict(self.runs[0].labels))
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """Return the seeds of every cell."""
         return tuple(dict.fromkeys(run.seed for run in self.runs))
+
+    def by_cell(self) -> Iterator[tuple[Run, ...]]:
+        """Yield the runs of each cell, which differ only by their seed."""
+        for _, runs in itertools.groupby(self.runs, lambda run: (run.labels, run.column)):
+            yield tuple(runs)
 
     @property
     def plan(self) -> Plan:
@@ -252,12 +269,14 @@ class Grid:
         """Yield the titles of a table, and a row for each cell: its privacy cost and its runs."""
         target = "sigma" if self.column == "sigma" else "target"
         yield "run", target, "epsilon", "steps", "seeds"
-        seeds = str(len(self.seeds))
-        for run in self.runs[:: len(self.seeds)]:  # the first of each cell
-            each, cost = run.plan, "no privacy"
-            if each.private:
-                cost = format_epsilon(total_epsilon(each.planned, each.settings.delta))
-            yield row_name(run.labels), f"{run.column:g}", cost, f"{each.event.steps:,}", seeds
+        for runs in self.by_cell():
+            run, cost = runs[0], "no privacy"
+            if run.plan.private:
+                epsilon = total_epsilon(run.plan.planned, run.plan.settings.delta)
+                cost = format_epsilon(epsilon)
+            steps = f"{run.plan.event.steps:,}"
+            seeds = str(len(runs))
+            yield row_name(run.labels), f"{run.column:g}", cost, steps, seeds
 
 
 def row_name(labels: Labels) -> str:
@@ -345,11 +364,11 @@ def _build(values: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) 
     for name, listed in values.items():
         if len(listed) > 1 and name not in ("optimizer", column):
             axes.append(name)
-    cases = list(_combinations(values, axes))
-    results, notes = resolved((flags for _, flags in cases), same_data=True)
+    labels_of, cases = zip(*_labelled(values, axes), strict=True)
+    results, notes = resolved(cases, same_data=True)
     changed = last_change(results[0].plan)
     runs = dict[tuple[Labels, float], list[Run]]()
-    for (labels, flags), result in zip(cases, results, strict=True):
+    for labels, flags, result in zip(labels_of, cases, results, strict=True):
         plan = result.plan
         value = plan.event.noise_multiplier
         if column == "epsilon":
@@ -358,15 +377,28 @@ def _build(values: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) 
             continue
         typed = {name: setting for name, setting in flags.items() if is_given(setting)}
         typed["dataset"] = plan.facts.typed
-        runs[labels, value] = [
-            Run(_placed(plan, seed, root / address(plan, seed, changed)), labels, value, typed)
-            for seed in seeds
-        ]
+        runs[labels, value] = []
+        for seed in seeds:
+            placed = _placed(plan, seed, root / address(plan, seed, changed))
+            runs[labels, value].append(Run(placed, labels, value, typed))
     in_order = tuple(itertools.chain.from_iterable(runs.values()))
     return Grid(in_order, column, notes, results[0].private_notes)
 
 
-def _combinations(
+def combinations(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of values, each with a value of every setting.
+
+    Args:
+        values: values of each setting, by its name.
+
+    >>> list(combinations({"lr": [0.1, 0.2], "epochs": [5]}))
+    [{'lr': 0.1, 'epochs': 5}, {'lr': 0.2, 'epochs': 5}]
+    """
+    for combination in itertools.product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
+
+
+def _labelled(
     values: Mapping[str, list[str]], axes: Sequence[str]
 ) -> Iterator[tuple[Labels, dict[str, Any]]]:
     """Yield the labels and the settings of each combination of values.
@@ -377,15 +409,16 @@ def _combinations(
         values: values of each setting, by its name.
         axes: settings whose values distinguish rows.
     """
-    for combination in itertools.product(*values.values()):
-        flags: dict[str, Any] = dict(zip(values, combination, strict=True))
-        labels = {name: str(flags[name]) for name in axes}
+    for flags in combinations(values):
+        labels = list[tuple[str, str]]()
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
+            label = str(flags[name])
             if GROUPS[name] == OPTIMIZER and name not in used:
                 flags.pop(name)
-                labels[name] = ""
-        yield tuple((flag_name(name), label) for name, label in labels.items()), flags
+                label = ""
+            labels.append((flag_name(name), label))
+        yield tuple(labels), flags
 
 
 def _placed(plan: Plan, seed: int, folder: Path) -> Plan:
@@ -415,7 +448,10 @@ def address(plan: Plan, seed: int, changed: int = 0) -> str:
     Raises:
         OSError: the file of pretrained weights cannot be read.
     """
-    settings = by_flag({name: value for name, value in plan.recorded.items() if name not in ASIDE})
+    distinguishing = dict(plan.recorded)
+    for name in ASIDE:
+        distinguishing.pop(name, None)
+    settings = by_flag(distinguishing)
     if plan.pretrained is not None:
         settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()
     if changed:

@@ -193,11 +193,15 @@ class _Study:
         needed = prepares(plan)
         if not needed or needed in self._prepared:
             return True
-        alike = [run for run in self.jobs if prepares(run.plan) == needed]
-        if any(folder.is_configured(run.folder) for run in alike):
-            self._prepared.add(needed)
-            return True
-        return not alike
+        is_alone = True
+        for run in self.jobs:
+            if prepares(run.plan) != needed:
+                continue
+            if folder.is_configured(run.folder):
+                self._prepared.add(needed)
+                return True
+            is_alone = False
+        return is_alone
 
 
 def prepares(plan: Plan) -> str:
@@ -402,12 +406,13 @@ class Commands:
             InputError: the device is a GPU, and there is none.
         """
         self._device = runs[0].plan.settings.device
-        gpus, cores = count_gpus(self._device), _usable_threads()
+        gpus = count_gpus(self._device)
+        cores = _usable_threads()
         self.slots = min(jobs or gpus or cores, len(runs))
         self._threads = max(1, cores // self.slots)
         # A run on one GPU that was named takes no other.
         self._devices = [] if ":" in self._device else [f"cuda:{gpu}" for gpu in range(gpus)]
-        self._started = list[tuple[str, Job]]()
+        self._started = dict[Job, str]()
 
     def start(self, run: Run) -> Job:
         """Begin to train a run in a process, on the GPU with the fewest runs if there are several.
@@ -418,11 +423,13 @@ class Commands:
         Raises:
             InputError: see :func:`clear_the_way`.
         """
-        self._started = [(device, job) for device, job in self._started if not job.ended()]
-        busy = [device for device, _ in self._started]
+        busy = list[str]()
+        for job, device in self._started.items():
+            if not job.ended():
+                busy.append(device)
         device = min(self._devices, key=busy.count, default=self._device)
         job = Command(run, device, self._threads)
-        self._started.append((device, job))
+        self._started[job] = device
         return job
 
 

@@ -6,6 +6,7 @@ A comparison reads the reports of its runs. It does not know who trained them, o
 import itertools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -19,7 +20,8 @@ from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
-from dpmac_cli.tasks.task import METRICS, EvaluationMetric
+from dpmac_cli.tasks.metrics import EvaluationMetric
+from dpmac_cli.tasks.task import METRICS
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -52,8 +54,8 @@ class Cell:
         labels, column: labels of the row, and value of the column.
         sigma: noise multiplier; 0 without privacy.
         epsilon: epsilon of one run; ``inf`` without privacy.
-        outcomes: test metric (nan if undefined) of each run that finished, and why each of the
-            others did not, by seed.
+        values: test metric of each run that finished, by seed; nan if undefined.
+        failures: why each of the other runs did not finish, by seed.
         seconds: mean training time of the finished runs; nan if there are none.
         standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
             "" if so, or not tested.
@@ -65,7 +67,8 @@ class Cell:
     column: float
     sigma: float
     epsilon: float
-    outcomes: Mapping[int, float | str]
+    values: Mapping[int, float]
+    failures: Mapping[int, str]
     seconds: float
     standing: str = ""
     difference: Difference | None = None
@@ -74,16 +77,6 @@ class Cell:
     def name(self) -> str:
         """Return the name of the row, such as "dp-macadam kappa paper"."""
         return row_name(self.labels)
-
-    @property
-    def values(self) -> dict[int, float]:
-        """Return the metric of each run that finished, by seed."""
-        return {seed: end for seed, end in self.outcomes.items() if not isinstance(end, str)}
-
-    @property
-    def failures(self) -> dict[int, str]:
-        """Return why each of the other runs did not finish, by seed."""
-        return {seed: end for seed, end in self.outcomes.items() if isinstance(end, str)}
 
     @property
     def mean(self) -> float:
@@ -133,17 +126,18 @@ def collect(grid: Grid, failures: Mapping[Run, str]) -> Comparison:
     Raises:
         InputError: an older version of dpmac wrote a report, or one cannot be read.
     """
-    groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
-    cells = [_cell(list(runs), failures) for _, runs in groups]
-    metric = METRICS[grid.plan.settings.metric]
-    judged = dict[tuple[Labels, float], Cell]()
-    for column in {cell.column for cell in cells}:
-        rivals = [cell for cell in cells if cell.column == column]
-        for cell in judge(rivals, metric):
-            judged[cell.labels, column] = cell
-    in_order = tuple(judged[cell.labels, cell.column] for cell in cells)
+    cells = dict[tuple[Labels, float], Cell]()
+    rivals = defaultdict[float, list[Cell]](list)
+    for runs in grid.by_cell():
+        cell = _cell(runs, failures)
+        cells[cell.labels, cell.column] = cell
+        rivals[cell.column].append(cell)
+    for of_column in rivals.values():
+        for cell in judge(of_column, METRICS[grid.plan.settings.metric]):
+            cells[cell.labels, cell.column] = cell  # in its place
     events = tuple(_events(grid.runs))
-    return Comparison(grid, in_order, total_epsilon(events, grid.plan.settings.delta))
+    epsilon = total_epsilon(events, grid.plan.settings.delta)
+    return Comparison(grid, tuple(cells.values()), epsilon)
 
 
 def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
@@ -156,7 +150,9 @@ def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
         runs: runs that differ only by their seed.
         failures: why runs failed.
     """
-    outcomes, seconds = dict[int, float | str](), list[float]()
+    values = dict[int, float]()
+    unfinished = dict[int, str]()
+    seconds = list[float]()
     first = runs[0]
     plan, event, delta = first.plan, first.plan.event, first.plan.settings.delta
     epsilon = total_epsilon((event,), delta) if plan.private else math.inf
@@ -164,7 +160,7 @@ def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
     for run in runs:
         report = finished_report(run)
         if report is None:
-            outcomes[run.seed] = failures.get(run, "not finished")
+            unfinished[run.seed] = failures.get(run, "not finished")
             continue
         if plan.private:
             events = events_of(run.folder)
@@ -172,13 +168,14 @@ def _cell(runs: Sequence[Run], failures: Mapping[Run, str]) -> Cell:
                 epsilon = max(epsilon, total_epsilon(events, delta))
         seconds.append(float(report["environment"]["seconds"]))
         score = score_in(report, key)
-        outcomes[run.seed] = math.nan if score is None else float(score)
+        values[run.seed] = math.nan if score is None else float(score)
     return Cell(
         labels=first.labels,
         column=first.column,
         sigma=event.noise_multiplier,
         epsilon=epsilon,
-        outcomes=outcomes,
+        values=values,
+        failures=unfinished,
         seconds=fmean(seconds) if seconds else math.nan,
     )
 
@@ -207,7 +204,8 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
         )
     if report["state"] != "finished":
         return None
-    plan, taken = run.plan, report["network"]["steps"]
+    plan = run.plan
+    taken = report["network"]["steps"]
     complete = taken >= plan.event.steps or plan.settings.epsilon is not None
     return report if complete else None
 
@@ -253,12 +251,13 @@ def judge(cells: Sequence[Cell], metric: EvaluationMetric) -> list[Cell]:
         return list(cells)
     best = max(tested, key=lambda cell: metric.better(cell.mean))
     differences = dict[Labels, Difference]()
+    p_values = list[float]()
     for cell in tested:
         difference = None if cell is best else paired(cell.values, best.values)
         if difference is not None:
             differences[cell.labels] = difference
-    rejected = holm([difference.p_value for difference in differences.values()])
-    worse = {labels for labels, reject in zip(differences, rejected, strict=True) if reject}
+            p_values.append(difference.p_value)
+    worse = set(itertools.compress(differences, holm(p_values)))
     rivals = sum(bool(cell.values) for cell in cells) - 1
     judged = list[Cell]()
     for cell in cells:
@@ -285,7 +284,9 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference |
     if len(seeds) < FEWEST:
         return None
     differences = [one[seed] - other[seed] for seed in seeds]
-    mean, spread, freedom = fmean(differences), stdev(differences), len(seeds) - 1
+    mean = fmean(differences)
+    spread = stdev(differences)
+    freedom = len(seeds) - 1
     if spread < LEAST_SPREAD:
         return Difference(mean, mean, mean, 1.0)
     error = spread / math.sqrt(len(seeds))
@@ -294,22 +295,21 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Difference |
     return Difference(mean, mean - half, mean + half, p_value)
 
 
-def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+def holm(p_values: Sequence[float]) -> list[bool]:
     """Return which hypotheses Holm's step-down method (1979) rejects.
 
-    Hypotheses are tested from the smallest p-value on, the k-th of m (from 0) at level / (m - k),
-    until one is not rejected.
+    Hypotheses are tested from the smallest p-value on, the k-th of m (from 0) at LEVEL / (m - k),
+    until one is not rejected. So a true one is rejected with a probability of at most LEVEL.
 
     Args:
         p_values: one p-value per hypothesis.
-        level: largest probability to reject any true hypothesis.
 
     >>> holm([0.01, 0.04, 0.03, 0.005])
     [True, False, False, True]
     """
     first_not_rejected = math.inf
     for rank, p_value in enumerate(sorted(p_values)):
-        if p_value > level / (len(p_values) - rank):
+        if p_value > LEVEL / (len(p_values) - rank):
             first_not_rejected = p_value
             break
     return [p_value < first_not_rejected for p_value in p_values]

@@ -4,11 +4,10 @@ Every value is validated before anything is trained, and so is every combination
 """
 
 import hashlib
-import itertools
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK,
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.files import cache_folder
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.studies.grid import MOST, RANGE, read_values, resolved
+from dpmac_cli.studies.grid import MOST, RANGE, combinations, read_values, resolved
 
 if TYPE_CHECKING:
     from dpmac_cli.data.dataset import Dataset
@@ -49,12 +48,16 @@ DECIDED: Mapping[str, str] = {
 }
 #: Settings of the groups that a search draws from which it does not draw.
 FIXED = ("dataset", "recipe", "class_weights", "shares", "threshold")
+
+
+def _is_drawn(name: str) -> bool:
+    """Return whether a search can draw a setting: one with several values that trials may have."""
+    of_training = GROUPS[name] in (TASK, OPTIMIZER, RECIPE)
+    return of_training and name not in FIXED and not is_switch(SETTINGS[name])
+
+
 #: Settings that a search can draw.
-SEARCHED: Fields = {
-    name: field
-    for name, field in SETTINGS.items()
-    if GROUPS[name] in (TASK, OPTIMIZER, RECIPE) and name not in FIXED and not is_switch(field)
-}
+SEARCHED: Fields = {name: field for name, field in SETTINGS.items() if _is_drawn(name)}
 
 
 class SearchFlags(Flags, frozen=True):
@@ -227,8 +230,11 @@ def plan_search(
             errors.append(f"{{{name}}} cannot be set in a search: {reason}.")
     drawn = tuple(_dimensions(values, errors))
     raise_errors(errors)
-    names = {dimension.name for dimension in drawn}
-    shared = {name: listed[0] for name, listed in values.items() if name not in names}
+    shared = dict[str, Any]()
+    for name, listed in values.items():
+        shared[name] = listed[0]
+    for dimension in drawn:
+        del shared[dimension.name]
     shared["cover_scores"] = True
     mean = flags.trials
     if not drawn:
@@ -268,7 +274,8 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
     for name, listed in values.items():
         typed = f"{{{name}=}}{','.join(map(str, listed))}"
         kind = kind_of(SETTINGS[name])
-        is_number, is_one_value = kind in (int, float), len(listed) == 1
+        is_number = kind in (int, float)
+        is_one_value = len(listed) == 1
         is_range = is_number and is_one_value and RANGE.fullmatch(str(listed[0])) is not None
         if is_one_value and not is_range:
             continue
@@ -304,30 +311,34 @@ def _calibrated(
     Raises:
         InputError, BudgetError: as in :func:`plan_search`.
     """
-    names = [dimension.name for dimension in drawn]
-    count = math.prod(len(dimension.values) for dimension in drawn)
+    space = list[str]()
+    values = dict[str, Sequence[Any]]()
+    for name, value in shared.items():
+        values[name] = [value]
+    for dimension in drawn:
+        space.append(dimension.text)
+        values[dimension.name] = dimension.values
+    count = math.prod(map(len, values.values()))
     if count > MOST:
         raise InputError(f"{count:,} combinations of values and ends of ranges; at most {MOST:,}.")
-    choices = itertools.product(*(dimension.values for dimension in drawn))
-    combinations = [dict(zip(names, values, strict=True)) for values in choices]
-    results, notes = resolved(({**shared, **values} for values in combinations), same_data=True)
-    # One combination for each privacy cost: the others cost the same at every noise.
+    trials = list(combinations(values))
+    results, notes = resolved(trials, same_data=True)
+    # One trial for each privacy cost: the others cost the same at every noise.
     different = dict[tuple[TrainingEvent, ...], dict[str, Any]]()
-    for result, values in zip(results, combinations, strict=True):
-        different[events_of_trial(result.plan)] = values
-    data, settings = results[0].data, results[0].plan.settings
-    space = tuple(dimension.text for dimension in drawn)
+    for result, trial in zip(results, trials, strict=True):
+        different[events_of_trial(result.plan)] = trial
+    data = results[0].data
+    settings = results[0].plan.settings
 
     def plans(epsilon: float) -> tuple[Plan, ...]:
         plans_of_trials = list[Plan]()
-        for values in different.values():
-            of_trial = {**shared, "epsilon": epsilon, **values}
-            plans_of_trials.append(resolve(of_trial, data=data).plan)
+        for trial in different.values():
+            plans_of_trials.append(resolve({**trial, "epsilon": epsilon}, data=data).plan)
         return tuple(plans_of_trials)
 
     def search(epsilon: float) -> Search:
         candidates = dict.fromkeys(map(events_of_trial, plans(epsilon)))
-        return Search(trials_of(mean), tuple(candidates), space)
+        return Search(trials_of(mean), tuple(candidates), tuple(space))
 
     target = settings.epsilon or EPSILON
     epsilon = calibrate_search(search, settings.delta, target)

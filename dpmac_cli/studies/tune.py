@@ -135,7 +135,8 @@ def _best(
         RunError: every trial diverged.
         KeyboardInterrupt: ``stop`` returned True.
     """
-    most, best = -math.inf, dict[str, bytes]()
+    most = -math.inf
+    best = dict[str, bytes]()
     for _ in range(space.search.trials.draw()):
         plan = space.trial()
         published = _trained(plan.placed(place), place, stop, data)
@@ -166,8 +167,11 @@ def _trained(plan: Plan, place: Path, stop: Callable[[], bool], data: Data) -> d
 
     try:
         finish(train_plan(plan, stop_at_once, data))
-        written = [name for name in folder.SEALED if (place / name).exists()]
-        return {name: (place / name).read_bytes() for name in written}
+        published = dict[str, bytes]()
+        for name in folder.SEALED:
+            if (place / name).exists():
+                published[name] = (place / name).read_bytes()
+        return published
     except DivergedError:
         return {}
     finally:

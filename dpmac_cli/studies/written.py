@@ -4,11 +4,10 @@ Every form has the remarks that the figures need: what the runs cost together, w
 can be told from chance, and that named seeds protect from nobody who knows them.
 """
 
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +21,14 @@ from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.card import web_page
-from dpmac_cli.release.plots import Point, curves, means
+from dpmac_cli.release.plots import curves, means
+from dpmac_cli.release.report import Versioned
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import Number, Part
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison, finished_report
-from dpmac_cli.tasks.task import METRICS, EvaluationMetric, number
+from dpmac_cli.tasks.metrics import EvaluationMetric, number
+from dpmac_cli.tasks.task import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,12 +106,6 @@ class Row(Part):
     difference."""
     training_seconds: Seconds | None
     """Mean seconds of training of a run. Null if no run finished."""
-
-
-class _Versioned(Part):
-    """A compare.json of any version."""
-
-    schema_version: int
 
 
 class Study(Part):
@@ -202,10 +197,10 @@ def as_csv(comparison: Comparison) -> str:
     rows = list[dict[str, Any]]()
     for cell in comparison.cells:
         row = _row(cell).model_dump(mode="json")
+        del row["values"], row["failures"]
         low, high = row.pop("difference_interval") or (None, None)
         rows.append({**dict(cell.labels), **row, "difference_low": low, "difference_high": high})
-    columns = [name for name in rows[0] if name not in ("values", "failures")]
-    return to_csv(columns, rows)
+    return to_csv([*rows[0]], rows)
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -223,26 +218,31 @@ def as_markdown(comparison: Comparison) -> str:
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
         rows_of.setdefault(cell.labels, {})[cell.column] = cell
-    costs = [
-        "no privacy" if math.isinf(epsilon) else format_epsilon(epsilon)
-        for epsilon in epsilons.values()
-    ]
-    means, apart = [["epsilon", *costs, ""]], list[list[str]]()
+    titles, costs = [""], ["epsilon"]
+    for column, epsilon in epsilons.items():
+        titles.append(f"{comparison.grid.column} {column:g}")
+        costs.append("no privacy" if math.isinf(epsilon) else format_epsilon(epsilon))
+    means = [[*costs, ""]]
+    differences = list[list[str]]()
     for labels, of_row in rows_of.items():
-        cells = [of_row.get(column) for column in epsilons]
-        means.append([_as_cell(labels), *(_mean(cell, metric) for cell in cells), _time(cells)])
-        if any(cell.difference for cell in of_row.values()):
-            apart.append([_as_cell(labels), *(_difference(cell, metric) for cell in cells)])
-    columns = [f"{comparison.grid.column} {column:g}" for column in epsilons]
-    parts = [_table(["", *columns, "a run takes"], means), *remarks(comparison)]
-    if apart:
-        parts += [DIFFERENCES, _table(["", *columns], apart)]
+        of_means = [_as_cell(labels)]
+        of_differences = [_as_cell(labels)]
+        for column in epsilons:
+            of_column = of_row.get(column)
+            of_means.append(_mean(of_column, metric))
+            of_differences.append(_difference(of_column, metric))
+        means.append([*of_means, _time(of_row.values())])
+        if set(of_differences[1:]) != {MISSING}:
+            differences.append(of_differences)
+    parts = [_table([*titles, "a run takes"], means), *remarks(comparison)]
+    if differences:
+        parts += [DIFFERENCES, _table(titles, differences)]
     return "\n\n".join(parts) + "\n"
 
 
-def _time(cells: Iterable[Cell | None]) -> str:
+def _time(cells: Iterable[Cell]) -> str:
     """Return the mean training time of the finished runs of a row."""
-    seconds = [cell.seconds for cell in cells if cell and cell.values]
+    seconds = [cell.seconds for cell in cells if cell.values]
     if not seconds:
         return MISSING
     mean = fmean(seconds)
@@ -318,8 +318,8 @@ def study_page(out: Path) -> str:
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
     file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
     try:
-        version = _Versioned.model_validate_json(values, strict=True).schema_version
-        if version != SCHEMA_VERSION:
+        version = Versioned.model_validate_json(values, strict=True).schema_version
+        if version not in (None, SCHEMA_VERSION):
             raise InputError(f"{file} was written by another version of dpmac: compare again.")
         study = Study.model_validate_json(values, strict=True).model_dump()
     except ValueError as failure:
@@ -340,23 +340,24 @@ def study_figure(grid: Grid) -> "Figure":
         A figure with one line per cell in each of two panels.
     """
     metric = METRICS[grid.plan.settings.metric]
-    cells = dict[str, list[Point]]()
-    groups = itertools.groupby(grid.runs, lambda run: (run.labels, run.column))
-    for (labels, column), runs in groups:
+    cells = dict[str, list[Mapping[str, Any]]]()
+    for runs in grid.by_cell():
         points = list(_course(runs, metric))
         if points:
-            cells[f"{row_name(labels)}, {grid.column} {column:g}"] = points
-    return curves(cells, metric.title, share=metric.share)
+            name = f"{row_name(runs[0].labels)}, {grid.column} {runs[0].column:g}"
+            cells[name] = points
+    return curves(cells, metric)
 
 
-def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
-    """Yield the mean score of finished runs after each epoch, from their metrics.jsonl.
+def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Mapping[str, Any]]:
+    """Yield the mean score of finished runs after each epoch, like lines of metrics.jsonl.
 
     Args:
         runs: the runs of one cell, which are evaluated after the same epochs.
-        metric: the score. Runs that release one score at the end have one point.
+        metric: the score. Runs that release one score at the end have one line.
     """
-    scores, spent = defaultdict[float, list[float]](list), dict[float, float | None]()
+    scores = defaultdict[float, list[float]](list)
+    spent = dict[float, float | None]()
     for run in runs:
         if finished_report(run) is None:
             continue
@@ -367,7 +368,8 @@ def _course(runs: Iterable[Run], metric: EvaluationMetric) -> Iterator[Point]:
                 scores[line["epoch"]].append(score)
                 spent[line["epoch"]] = line["epsilon"]
     for epoch in sorted(scores):
-        yield Point(epoch, spent[epoch], fmean(scores[epoch]))
+        mean = fmean(scores[epoch])
+        yield {"epoch": epoch, "epsilon": spent[epoch], metric.logged: mean}
 
 
 def _number(value: float, metric: EvaluationMetric) -> str:
@@ -383,8 +385,9 @@ def _difference(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return the difference of a cell from the best mean, with its interval."""
     if cell is None or cell.difference is None:
         return MISSING
-    mean, low, high = (_number(value, metric) for value in cell.difference[:3])
-    return f"{mean} [{low}, {high}]"
+    low = _number(cell.difference.low, metric)
+    high = _number(cell.difference.high, metric)
+    return f"{_number(cell.difference.mean, metric)} [{low}, {high}]"
 
 
 def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
@@ -405,20 +408,26 @@ def remarks(comparison: Comparison) -> list[str]:
     Args:
         comparison: the results.
     """
-    rivals = Counter(cell.column for cell in comparison.cells)
-    tested = Counter(cell.column for cell in comparison.cells if cell.tested)
+    epsilon = comparison.epsilon
+    cells = comparison.cells
     sentences = list[str]()
-    if max(tested.values(), default=0) > 1:
+    rivals = Counter[float]()
+    tested = Counter[float]()
+    few, runs, unfinished = False, 0, 0
+    for cell in cells:
+        rivals[cell.column] += 1
+        tested[cell.column] += cell.tested
+        few = few or (bool(cell.values) and not cell.tested)
+        runs += len(cell.values) + len(cell.failures)
+        unfinished += len(cell.failures)
+    if max(tested.values()) > 1:
         sentences.append(TEST)
-        if any(cell.values and not cell.tested for cell in comparison.cells):
+        if few:
             sentences.append(PART_TEST)
     elif max(rivals.values()) > 1:
         sentences.append(NO_TEST)
-    epsilon, cells = comparison.epsilon, comparison.cells
     if not math.isfinite(epsilon) or epsilon == 0:
         return sentences
-    unfinished = sum(len(cell.failures) for cell in cells)
-    runs = unfinished + sum(len(cell.values) for cell in cells)
     counted = f", {unfinished} of them not finished and counted in full," if unfinished else ""
     if runs > 1 or epsilon > cells[0].epsilon:
         sentences.append(

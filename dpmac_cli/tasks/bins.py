@@ -63,6 +63,7 @@ def cumulative(counts: Floats, ends: Sequence[float]) -> tuple[Floats, Floats]:
     below = np.append(0.0, np.cumsum(counts)) / counts.sum()
     inside = np.arange(POINTS * len(counts) + 1) / POINTS
     places = np.interp(inside, np.arange(len(ends)), ends)
-    straight, curve = np.interp(places, ends, below), interpolate.PchipInterpolator(ends, below)
+    straight = np.interp(places, ends, below)
+    curve = interpolate.PchipInterpolator(ends, below)
     shares: Floats = (1 - CURVED) * straight + CURVED * curve(places)
     return places, shares.clip(0.0, 1.0)  # rounding may leave more than 1

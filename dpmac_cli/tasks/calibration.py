@@ -137,7 +137,8 @@ class Calibration:
             spread = TWO_SIDED * math.sqrt(noise**2 + share * (1 - share) / total)
             trained = float(special.expit(middle))
             calibrated = float(special.expit(self.slope * middle + self.intercept))
-            low, high = max(share - spread, 0.0), min(share + spread, 1.0)
+            low = max(share - spread, 0.0)
+            high = min(share + spread, 1.0)
             bins.append(Reliability(trained, calibrated, share, low, high))
         return bins
 

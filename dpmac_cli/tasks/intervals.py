@@ -29,7 +29,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.libraries import np, special
-from dpmac_cli.tasks.task import Compared, EvaluationMetric, Interval
+from dpmac_cli.tasks.metrics import Compared, EvaluationMetric, Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,28 +60,28 @@ def intervals(
         values: their values by name; nan if they are not defined.
         resamples: number of bootstrap resamples; by default :func:`resamples_for`.
     """
-    known = {metric.name: metric for metric in metrics}
-    sizes = {
-        name: share_of(of.owners, metric.right(of))
-        for name, metric in known.items()
-        if metric.right is not None
-    }
-    most = min((size for _, size in sizes.values()), default=math.inf)
-    drawn = resampled(
-        of,
-        [known[name] for name in values if name not in sizes],
-        resamples or resamples_for(*of.scores.shape),
-    )
-    by_metric = dict[str, Interval]()
-    for name, value in values.items():
-        if name in sizes:
-            by_metric[name] = clopper_pearson(*sizes[name])
-        elif known[name].share:
-            size = _effective(of, known[name], value, drawn[name])
-            by_metric[name] = clopper_pearson(value, min(size, most))
+    shares = dict[str, Interval]()
+    others = list[EvaluationMetric]()
+    most = math.inf
+    for metric in metrics:
+        if metric.right is not None:
+            share, size = share_of(of.owners, metric.right(of))
+            shares[metric.name] = clopper_pearson(share, size)
+            most = min(most, size)
+        elif metric.name in values:
+            others.append(metric)
+    drawn = resampled(of, others, resamples or resamples_for(*of.scores.shape))
+    apart = dict[str, Interval]()
+    for metric in others:
+        value = values[metric.name]
+        seen = drawn[metric.name]
+        if metric.share:
+            size = min(_effective(of, metric, value, seen), most)
+            apart[metric.name] = clopper_pearson(value, size)
         else:
-            by_metric[name] = _around(of, known[name], value, drawn[name])
-    return by_metric
+            apart[metric.name] = _around(of, metric, value, seen)
+    by_metric = shares | apart
+    return {name: by_metric[name] for name in values}
 
 
 def resamples_for(records: int, classes: int) -> int:
@@ -106,7 +106,8 @@ def resampled(
         metrics: metrics to compute.
         resamples: number of resamples.
     """
-    generator, units = np.random.default_rng(0), of.units
+    generator = np.random.default_rng(0)
+    units = _units(of)
     drawn: dict[EvaluationMetric, list[float]] = {metric: [] for metric in metrics}
     if not drawn:
         return {}
@@ -123,10 +124,16 @@ def resampled(
 def _spread(of: Compared, drawn: Floats) -> tuple[float, float]:
     """Return the variance of a metric between units, and its degrees of freedom."""
     some = drawn[np.isfinite(drawn)]
-    if len(some) < 2 or of.units < 2:
+    units = _units(of)
+    if len(some) < 2 or units < 2:
         return 0.0, 0.0
-    variance = float(np.var(some, ddof=1)) * of.units / (of.units - 1)
-    return variance, 1 / (1 / (of.units - 1) + 1 / (len(some) - 1))
+    variance = float(np.var(some, ddof=1)) * units / (units - 1)
+    return variance, 1 / (1 / (units - 1) + 1 / (len(some) - 1))
+
+
+def _units(of: Compared) -> int:
+    """Return the number of units of privacy of the test records."""
+    return int(of.owners.max()) + 1
 
 
 def _around(of: Compared, metric: EvaluationMetric, value: float, drawn: Floats) -> Interval:
@@ -148,7 +155,7 @@ def _effective(of: Compared, metric: EvaluationMetric, value: float, drawn: Floa
     """
     variance, freedom = _spread(of, drawn)
     if metric.groups is None:
-        return effective_size(value, variance, len(of.truth), of.units, freedom)
+        return effective_size(value, variance, len(of.truth), _units(of), freedom)
     groups = metric.groups(of)
     sides = [side for side in groups.reshape(len(of.truth), -1).T if side.any()]
     if not sides:
@@ -191,7 +198,8 @@ def clopper_pearson(share: float, size: float) -> Interval:
     """
     if math.isnan(share):
         return math.nan, math.nan
-    hits, misses = share * size, (1 - share) * size
+    hits = share * size
+    misses = (1 - share) * size
     low = special.betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
     high = special.betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
     return min(float(low), share), max(float(high), share)
@@ -220,11 +228,11 @@ def share_of(owners: NDArray[np.int64], right: NDArray[np.bool_]) -> tuple[float
 
     Returns:
         The share, from 0 to 1, and a number that :func:`clopper_pearson` takes as ``size``: that of
-            the
-        records if each is a unit, and fewer if records of a unit are alike.
+        the records if each is a unit, and fewer if records of a unit are alike.
     """
-    parts = (np.bincount(owners, weights) for weights in (right, None))
-    return size_of_shares(*(part.astype(float) for part in parts))
+    hits = np.bincount(owners, right)
+    answers = np.bincount(owners)
+    return size_of_shares(hits.astype(float), answers.astype(float))
 
 
 def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
@@ -236,10 +244,14 @@ def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
     The variance includes two more units of mean size, of which one is right in everything and one
     in nothing: few units with wrong answers say little about how they differ.
     """
-    total, units = float(answers.sum()), len(answers)
-    value, size = float(right.sum()) / total, total / units
-    hits, counts = np.append(right, [0.0, size]), np.append(answers, [size, size])
-    share, more = hits.sum() / counts.sum(), units + 2
+    total = float(answers.sum())
+    units = len(answers)
+    value = float(right.sum()) / total
+    size = total / units
+    hits = np.append(right, [0.0, size])
+    counts = np.append(answers, [size, size])
+    share = hits.sum() / counts.sum()
+    more = units + 2
     squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
     variance = float(squares / (share * (1 - share))) * value * (1 - value)
     return value, effective_size(value, variance, total, units, units - 1)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpmac_cli.libraries import np
-from dpmac_cli.tasks.task import FROM_0, Compared, EvaluationMetric, Task, register_task
+from dpmac_cli.tasks.metrics import FROM_0, Compared, EvaluationMetric
+from dpmac_cli.tasks.task import Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +43,6 @@ class LanguageModel(Task):
     names: tuple[str, ...] = ("next token",)
 
     of_record: ClassVar[str] = "a text to continue"
-    noun: ClassVar[str] = "language model"
     listed: ClassVar[str] = "predicts"
     result: ClassVar[str] = "The result is the perplexity of each text."
     losses: ClassVar[tuple[str, ...]] = ("next-token",)

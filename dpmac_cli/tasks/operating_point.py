@@ -7,9 +7,8 @@ from the noisy histogram of a calibration, so it costs nothing more.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict
 
@@ -34,8 +33,6 @@ ENDS = (-2 * SIGNED_EDGES[-1], *SIGNED_EDGES, 2 * SIGNED_EDGES[-1])
 LEAST_SHARE = 0.001
 #: Times that the noise is drawn again for an interval, with a public seed.
 DRAWS = 400
-#: Records of the last class times epsilon below which a sensitivity is uncertain.
-ENOUGH = 2500
 
 
 def is_point(text: str) -> bool:
@@ -94,9 +91,8 @@ class OperatingPoint:
         match = SENSITIVITY.fullmatch(asked)
         if match is not None:
             return cls(asked, _at_sensitivity(_known(calibration), float(match[1])))
-        share = _shares(_known(calibration))[1]
-        odds = (float(special.logit(share)) - calibration.intercept) / calibration.slope
-        return cls(asked, odds)
+        even = float(special.logit(share_of_last(calibration)))
+        return cls(asked, (even - calibration.intercept) / calibration.slope)
 
     def probability(self, calibration: Calibration | None) -> float:
         """Return the calibrated probability of the last class above which it is said, from 0 to 1.
@@ -115,8 +111,9 @@ class OperatingPoint:
             calibration: that of the network, with its noisy counts.
         """
         counts = _known(calibration)
-        below = [_share_below(counts[:, label], self.log_odds) for label in (0, 1)]
-        return 1 - below[1], below[0]
+        missed = _share_below(counts[:, 1], self.log_odds)
+        specificity = _share_below(counts[:, 0], self.log_odds)
+        return 1 - missed, specificity
 
     def interval(self, calibration: Calibration) -> tuple[float, float]:
         """Return a 95% interval of the sensitivity, because of the noise of the histogram.
@@ -128,7 +125,8 @@ class OperatingPoint:
         Args:
             calibration: that of the network, with its noisy counts.
         """
-        counts, drawn = _known(calibration), np.random.default_rng(0)
+        counts = _known(calibration)
+        drawn = np.random.default_rng(0)
         target = SENSITIVITY.fullmatch(self.asked)
         sensitivities = list[float]()
         for _ in range(DRAWS):
@@ -144,42 +142,20 @@ class OperatingPoint:
         return float(low), float(high)
 
 
-def describe(
-    point: OperatingPoint, calibration: Calibration | None, names: Sequence[str], epsilon: float
-) -> dict[str, Any]:
-    """Return an operating point as JSON values of a report.
+def records_of_last(calibration: Calibration) -> float:
+    """Return the number of records of the last class by the noisy histogram, at least 0."""
+    return float(_known(calibration)[:, 1].sum())
+
+
+def share_of_last(calibration: Calibration) -> float:
+    """Return the share of the last class by the noisy histogram, at least LEAST_SHARE from 0 and 1.
 
     Args:
-        point: the point in use.
-        calibration: what it follows from; None for a probability without one.
-        names: names of the two classes.
-        epsilon: that of the run.
+        calibration: that of the network, with its noisy counts.
     """
-    statement = (
-        f"It says {names[1]} above a probability of {point.probability(calibration):.3f} "
-        f"(--threshold {point.asked})."
-    )
-    values: dict[str, Any] = {"asked": point.asked, "log_odds": point.log_odds}
-    if calibration is None:
-        unknown = dict.fromkeys(("sensitivity", "specificity", "share"))
-        return {**values, **unknown, "statement": statement}
-    counts = _known(calibration)
-    sensitivity, specificity = point.rates(calibration)
-    low, high = point.interval(calibration)
-    share = _shares(counts)[1]
-    statement += (
-        f" By the noisy histogram of the training records, its sensitivity is {sensitivity:.1%} "
-        f"({low:.1%} to {high:.1%}, because of the noise) and its specificity {specificity:.1%}; "
-        f"{max(share, 1 - share):.1%} of the records are {names[share > 0.5]}."
-    )
-    few = float(counts[:, 1].sum()) * epsilon < ENOUGH
-    if few and SENSITIVITY.fullmatch(point.asked):
-        statement += (
-            f" There are few records of {names[1]} for a sensitivity at this epsilon: some "
-            f"{ENOUGH / epsilon:,.0f} are enough."
-        )
-    rates = {"sensitivity": sensitivity, "specificity": specificity, "share": share}
-    return {**values, **rates, "statement": statement}
+    total = float(_known(calibration).sum())
+    share = records_of_last(calibration) / total if total > 0 else 0.5
+    return min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
 
 
 def _line(calibration: Calibration | None) -> tuple[float, float]:
@@ -194,15 +170,7 @@ def _known(calibration: Calibration) -> Counts:
 
 def _at_least_0(counts: Counts) -> Counts:
     """Return the nearest counts of each label that are at least 0 and have the same sum."""
-    return np.stack([at_least_0(counts[:, label]) for label in (0, 1)], 1)
-
-
-def _shares(counts: Counts) -> tuple[float, float]:
-    """Return the shares of the two classes."""
-    total = float(counts.sum())
-    share = float(counts[:, 1].sum()) / total if total > 0 else 0.5
-    share = min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
-    return 1 - share, share
+    return np.stack([at_least_0(counts[:, 0]), at_least_0(counts[:, 1])], 1)
 
 
 def _share_below(counts: Counts, odds: float) -> float:

@@ -12,16 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.libraries import np, sklearn_metrics
+from dpmac_cli.tasks.metrics import FROM_0, Compared, EvaluationMetric, Interval
 from dpmac_cli.tasks.residuals import EDGES, LEVEL, Residuals, cells
-from dpmac_cli.tasks.task import (
-    FARTHEST,
-    FROM_0,
-    Compared,
-    EvaluationMetric,
-    Interval,
-    Task,
-    register_task,
-)
+from dpmac_cli.tasks.task import FARTHEST, Task, register_task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,7 +106,6 @@ class Regression(Task):
     level: float = field(default=LEVEL, compare=False)
 
     of_record: ClassVar[str] = "one number"
-    noun: ClassVar[str] = "regression model"
     listed: ClassVar[str] = "target"
     result: ClassVar[str] = "The result is the predicted number, on the scale of the target."
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
@@ -126,8 +118,7 @@ class Regression(Task):
         ),
     )
     reported: ClassVar[tuple[str, ...]] = (
-        *("constant_mae", "constant_rmse", "by_bin"),
-        *("interval_coverage", "interval_coverage_by_bin"),
+        *("by_bin", "interval_coverage", "interval_coverage_by_bin"),
     )
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
@@ -138,10 +129,9 @@ class Regression(Task):
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the task with these :attr:`facts`, and intervals if they have residuals."""
-        target, residuals = facts["target"], facts.get("residuals")
-        task = cls((target["name"],), target["low"], target["high"], target["transform"])
-        return task if residuals is None else replace(task, residuals=Residuals(**residuals))
+        """Return the task with these :attr:`facts`."""
+        target = facts["target"]
+        return cls((target["name"],), target["low"], target["high"], target["transform"])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -166,6 +156,11 @@ class Regression(Task):
     def calibrates(self) -> bool:
         """Return whether its targets are counted: not those of a task of a program, a subclass."""
         return type(self) is Regression
+
+    @property
+    def counted_facts(self) -> Mapping[str, Any]:
+        """Histogram that intervals follow from, by its name."""
+        return {"residuals": self.residuals}
 
     @property
     def cell_count(self) -> int:
@@ -307,11 +302,13 @@ class Regression(Task):
             low, high: ends of that part, on the scale of :attr:`ends`; low < high.
         """
         least, most = self.ends
-        low, high = max(low, least), min(high, most)
+        low = max(low, least)
+        high = min(high, most)
         if low >= high:
             return self
         if self.transform == "log1p":
-            low, high = math.expm1(low), math.expm1(high)
+            low = math.expm1(low)
+            high = math.expm1(high)
         return replace(self, low=max(low, self.low), high=min(high, self.high))
 
     def covers(self, other: Task) -> bool:
@@ -369,10 +366,10 @@ class Regression(Task):
         numbers: dict[str, Floats] = {"predicted": self.answers(outputs)}
         if self.residuals is not None:
             numbers["low"], numbers["high"] = self.between(outputs)
-        return {
-            name: [float(f"{number:.7g}") for number in of[:, 0].tolist()]
-            for name, of in numbers.items()
-        }
+        columns = dict[str, Sequence[Any]]()
+        for name, values in numbers.items():
+            columns[name] = [float(f"{number:.7g}") for number in values[:, 0].tolist()]
+        return columns
 
     def compared(
         self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64]
@@ -386,7 +383,8 @@ class Regression(Task):
             targets: encoded targets, shape (records, 1).
             owners: index of each record's unit of privacy, shape (records,).
         """
-        truth, guess = self._true(targets), self.decoded(outputs)[:, 0]
+        truth = self._true(targets)
+        guess = self.decoded(outputs)[:, 0]
         low, high = self.low, self.high
         worst = np.where(truth - low > high - truth, low, high)
         guess = np.where(np.isnan(guess), worst, guess)
@@ -426,7 +424,8 @@ class Regression(Task):
         Args:
             of: predictions for test records beside their targets.
         """
-        true, predicted = self._bins(of.truth), self._bins(of.guess)
+        true = self._bins(of.truth)
+        predicted = self._bins(of.guess)
         counts = np.zeros((BINS, BINS), np.int64)
         np.add.at(counts, (true, predicted), 1)
         details: dict[str, Any] = {"by_bin": counts.tolist()}
@@ -469,9 +468,11 @@ class Regression(Task):
         kind, _, parameter = loss.partition(":")
         level = float(parameter) if kind == "quantile" else 0.5
         named = {"mse": "mean", "quantile": f"{level:g}-quantile"}.get(kind, "median")
-        truth, guess = self.encoded(of.truth), self.encoded(of.guess)
+        truth = self.encoded(of.truth)
+        guess = self.encoded(of.guess)
         one = truth.mean() if kind == "mse" else np.quantile(truth, level)
-        errors, of_one = truth - guess, truth - one
+        errors = truth - guess
+        of_one = truth - one
         if kind == "mse":
             bad = np.square(errors).mean() >= np.square(of_one).mean()
         else:

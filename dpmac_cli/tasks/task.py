@@ -6,154 +6,21 @@ so help, know them. A task is registered by :func:`register_task`.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from dpmac_cli.errors import ModelError
 from dpmac_cli.libraries import np
+from dpmac_cli.tasks.metrics import Compared, EvaluationMetric
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Outputs = NDArray[np.floating[Any]]
 
-Interval = tuple[float, float]
-#: Least and largest value of a share, and of an error or a loss.
-SHARE: Interval = (0.0, 1.0)
-FROM_0: Interval = (0.0, math.inf)
 #: Largest absolute value of numbers; others are clipped to it.
 FARTHEST = 1e30
-
-
-def percent_or_dash(value: float | None) -> str:
-    """Return a fraction from 0 to 1 as a percentage, or a dash if it is None or nan.
-
-    >>> percent_or_dash(0.9512), percent_or_dash(None)
-    ('95.12%', '-')
-    """
-    return "-" if value is None or math.isnan(value) else f"{value:.2%}"
-
-
-def number(value: float | None) -> str:
-    """Return a number with four significant digits, or a dash if it is None or not finite.
-
-    >>> number(12345.678), number(0.5), number(None)
-    ('12,346', '0.5000', '-')
-    """
-    if value is None or not math.isfinite(value):
-        return "-"
-    digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.3e}" if digits > 7 else f"{value:,.{max(0, digits)}f}"
-
-
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """Predictions for test records beside their targets: what metrics are computed from.
-
-    Attributes:
-        truth: true classes, or numbers on the scale of the target, shape (records,).
-        guess: predictions, like ``truth``; class -1 if the output contains NaN.
-        owners: index of each record's unit of privacy, from 0, shape (records,).
-        scores: probabilities of classes, float32, shape (records, classes); (records, 0) without
-            classes. If a record's output contains NaN, they are worse than all others: below 0 for
-            the true class, otherwise above 1.
-        weights: how often each record counts, shape (records,); None for once.
-    """
-
-    truth: NDArray[Any]
-    guess: NDArray[Any]
-    owners: NDArray[np.int64]
-    scores: NDArray[np.float32]
-    weights: NDArray[np.float64] | None = None
-
-    @property
-    def units(self) -> int:
-        """Number of units of privacy."""
-        return int(self.owners.max()) + 1
-
-
-@dataclass(frozen=True)
-class EvaluationMetric:
-    """A number that says how well a model predicts.
-
-    Attributes:
-        name: name in commands. title: name in sentences.
-        of: computes it, by weight; nan if it is not defined.
-        right: which records it counts, shape (records,), if it is a plain share of them. Its
-            interval is exact then.
-        groups: groups of records whose rates it averages, bool, shape (records, sides, rates); None
-            for a mean over records.
-        covered: whether it can be released with noise.
-        lower: whether lower values are better; None if neither are, so that ``--metric`` cannot
-            name it.
-        ends: least and largest value. A share is from 0 to 1, and shown in percent.
-    """
-
-    name: str
-    title: str
-    of: Callable[[Compared], float]
-    right: Callable[[Compared], NDArray[np.bool_]] | None = None
-    groups: Callable[[Compared], NDArray[np.bool_]] | None = None
-    covered: bool = False
-    lower: bool | None = False
-    ends: Interval = SHARE
-
-    @property
-    def key(self) -> str:
-        """Return the name as a key of a report, with ``_`` in place of ``-``."""
-        return self.name.replace("-", "_")
-
-    @property
-    def logged(self) -> str:
-        """Return the key of a line of metrics.jsonl."""
-        return f"test_{self.key}"
-
-    @property
-    def constant(self) -> str:
-        """Return the key of a report of its value for the best constant prediction."""
-        return f"constant_{self.key}"
-
-    @property
-    def chosen(self) -> bool:
-        """Return whether ``--metric`` can name it."""
-        return self.lower is not None
-
-    @property
-    def share(self) -> bool:
-        """Return whether it is a share, from 0 to 1."""
-        return self.ends == SHARE
-
-    def value(self, compared: Compared) -> float:
-        """Return the metric; nan if it is not defined.
-
-        Args:
-            compared: predictions beside targets.
-
-        Raises:
-            ModelError: a program's metric returned something that is no number.
-        """
-        result: Any = self.of(compared)
-        if not hasattr(result, "__float__"):
-            raise ModelError(
-                f"The metric '{self.name}' returned a {type(result).__name__}: it must return one "
-                "number."
-            )
-        return float(result)
-
-    def text(self, value: float | None) -> str:
-        """Return a value as a person reads it: a share in percent, others with four digits.
-
-        Args:
-            value: the metric; None or nan, which is not defined, becomes a dash.
-        """
-        return percent_or_dash(value) if self.share else number(value)
-
-    def better(self, value: float) -> float:
-        """Return a number that is larger for better values: minus the value if lower is better."""
-        return -value if self.lower else value
 
 
 @dataclass(frozen=True)
@@ -164,14 +31,14 @@ class Task(ABC):
         names: names of the outputs, in their order.
         kind: name of the task in ``--task`` and in reports; :func:`register_task` sets it.
         of_record: what a record has, in words.
-        noun, listed, result: what the model is, the title of the names of its outputs, and a
-            sentence on what the function ``predict`` returns, in a model card.
+        listed, result: the title of the names of its outputs, and a sentence on what the function
+            ``predict`` returns, in a model card.
         losses: losses that fit, the default first; it is also the test loss.
         functions: losses that :func:`~dpmac_cli.dp.losses.build_loss` does not know, by name. Each
             takes outputs and targets, torch tensors with one row per sample, and returns one loss
             per sample.
         metrics: metrics of the task, the default first.
-        reported: keys of further scores in a report.
+        reported: keys of further scores in a report, besides metrics and their constants.
         target: dtype of the targets, as in numpy.
         public: what is declared of the targets, in words.
         weighted: whether classes can have weights, and their labels be smoothed.
@@ -185,7 +52,6 @@ class Task(ABC):
 
     kind: ClassVar[str]
     of_record: ClassVar[str]
-    noun: ClassVar[str]
     listed: ClassVar[str]
     result: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
@@ -216,6 +82,15 @@ class Task(ABC):
         return False
 
     @property
+    def counted_facts(self) -> Mapping[str, Any]:
+        """Attributes that follow from noisy counts of the training records, by their names.
+
+        A report has them among the facts of its network, so their names are keys of it. None stands
+        for what was not counted.
+        """
+        return {}
+
+    @property
     def headline(self) -> EvaluationMetric:
         """EvaluationMetric that is shown unless another is chosen: the first of :attr:`metrics`."""
         return self.metrics[0]
@@ -225,20 +100,12 @@ class Task(ABC):
         """Names of the metrics that can be released with noise; () if none can."""
         return tuple(metric.name for metric in self.metrics if metric.covered)
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the task's scores in a report."""
-        metrics = (metric.key for metric in self.metrics)
-        noise = ("noise", "interval", f"{self.headline.key}_interval")
-        return (*metrics, *self.reported, *noise)
-
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the task with these facts, which are of its kind; the inverse of :attr:`facts`.
 
         Args:
-            facts: "classes" and "target", as JSON values, and what a calibration found, if
-                anything.
+            facts: "classes" and "target", as JSON values.
         """
         return cls(tuple(facts["classes"]))
 
@@ -344,8 +211,7 @@ class Task(ABC):
 
         Returns:
             Cells from 0, int64, shape (records,); -1 for a record that is in none. A cell depends
-            on no
-            other record.
+            on no other record.
 
         Raises:
             ValueError: the task has no calibration.
@@ -382,13 +248,6 @@ class Task(ABC):
         """
         raise ValueError(f"{self.kind} has no operating points")
 
-    def point_facts(self, epsilon: float) -> dict[str, Any] | None:
-        """Return the operating point as JSON values, with a statement; None without one.
-
-        ``epsilon`` is that of the run, which says how many records are enough for it.
-        """
-        return None
-
     def adjusted(self, outputs: Any) -> Any:
         """Return outputs as the default loss takes them: calibrated, if the task has a calibration.
 
@@ -414,8 +273,7 @@ class Task(ABC):
 
         Returns:
             Values by the name of the column, one per record. One column is "predicted", except of
-            language
-            models.
+            language models.
         """
 
     @abstractmethod
@@ -471,9 +329,8 @@ class Task(ABC):
 
         Returns:
             What was measured, in one or more sentences, each with its full stop; and whether the
-            outputs
-            tell nothing, so that longer training or less noise may help. None if there is nothing
-            to note.
+            outputs tell nothing, so that longer training or less noise may help. None if there is
+            nothing to note.
         """
         return None
 
@@ -509,10 +366,14 @@ def register_task(name: str) -> Callable[[Registered], Registered]:
     def register(kind: Registered) -> Registered:
         kind.kind = name
         TASKS[name] = kind
-        METRICS.update({metric.name: metric for metric in kind.metrics})
-        CHOSEN.update({metric.name: metric for metric in kind.metrics if metric.chosen})
         FUNCTIONS.update(kind.functions)
-        LOSSES.extend(loss for loss in kind.losses if ":" not in loss and loss not in LOSSES)
+        for metric in kind.metrics:
+            METRICS[metric.name] = metric
+            if metric.chosen:
+                CHOSEN[metric.name] = metric
+        for loss in kind.losses:
+            if ":" not in loss and loss not in LOSSES:
+                LOSSES.append(loss)
         if kind.asked and name not in ASKED:
             ASKED.append(name)
         return kind
@@ -555,7 +416,7 @@ def task_of(facts: Mapping[str, Any]) -> Task:
     """Return the task that :attr:`Task.facts` describe: of classification without a target.
 
     Args:
-        facts: "classes" and "target", and what a calibration found, as JSON values.
+        facts: "classes" and "target", as JSON values.
 
     Raises:
         KeyError: the task is not registered in this process.

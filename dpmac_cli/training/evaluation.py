@@ -25,9 +25,10 @@ from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial_samples import dtype_of
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.tasks.classification import confusion_of, rates
+from dpmac_cli.tasks.class_metrics import confusion_of, rates
 from dpmac_cli.tasks.intervals import intervals
-from dpmac_cli.tasks.task import Compared, Interval, Task
+from dpmac_cli.tasks.metrics import Compared, Interval
+from dpmac_cli.tasks.task import Task
 
 #: Largest number of classes whose confusion matrix is in a report.
 MOST_COUNTED = 100
@@ -152,7 +153,7 @@ class Evaluation:
         """Return scores by class, and those of the best constant prediction, as JSON values.
 
         Keys are those of :meth:`~dpmac_cli.tasks.task.Task.details`, and
-        :attr:`~dpmac_cli.tasks.task.EvaluationMetric.constant` of each metric that a constant
+        :attr:`~dpmac_cli.tasks.metrics.EvaluationMetric.constant` of each metric that a constant
         prediction has a value of.
         """
         constant = self.task.constant(self.compared)

@@ -18,7 +18,8 @@ from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.dp.torch_errors import code_of_task
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.intervals import REACH, clopper_pearson, widened
-from dpmac_cli.tasks.task import Interval, Task
+from dpmac_cli.tasks.metrics import Interval
+from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation
 
 

@@ -21,8 +21,8 @@ from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.metrics import Compared
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import Compared
 from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
 from tests.helpers import unread
