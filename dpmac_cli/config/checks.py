@@ -202,10 +202,11 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
 def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
     """Return n epsilon / sqrt(C), and the names of the C columns whose ranges are to be found.
 
-    Epsilon is that of the whole run. Infinity without such columns, and without privacy.
+    Epsilon is that of the whole run. Infinity without such columns, without privacy, and where
+    ranges are kept.
     """
     settings, names = plan.settings, plan.counted_columns
-    if not names or not plan.private:
+    if not names or not plan.private or plan.ranged:
         return math.inf, names
     epsilon = settings.epsilon or total_epsilon((plan.event,), settings.delta)
     return plan.facts.train_size * epsilon / math.sqrt(len(names)), names
@@ -218,8 +219,8 @@ def _range_faults(plan: Plan) -> Iterator[str]:
     of_columns = isinstance(facts.records, Table) and isinstance(plan.features, TableColumns)
     if settings.scale == PRIVATE_SCALE and not of_columns:
         yield (
-            f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table ({{features=}}{COLUMNS}), "
-            "not with texts. Leave it out."
+            f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table "
+            f"({{features=}}{COLUMNS}). Leave it out."
         )
     if isinstance(facts.records, Table) and facts.schema is not None:
         unread = [column.name for column in facts.schema.columns if column.open]
@@ -369,9 +370,14 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     yield from _idle(plan, flags)
     if facts.inferred and plan.private:
         yield (
-            f"{listed(facts.inferred).capitalize()} of {facts.typed} were taken from its "
-            "records and are treated as public. Declare them to avoid that: "
-            f"{_declaration(facts)}"
+            f"{listed(facts.inferred).capitalize()} were taken from the records and are treated as "
+            f"public. Declare them to avoid that: {_declaration(facts)}"
+        )
+    columns = () if facts.schema is None else facts.schema.columns
+    if plan.settings.unit in [column.name for column in columns]:
+        yield (
+            f"{{unit=}}{plan.settings.unit} is an input of the network, too. If this column only "
+            "names units, list it in the schema under drop instead of columns."
         )
     if isinstance(plan.features, Backbone) and facts.records.channels == 1:
         yield f"Grey images of {facts.typed} are repeated to three channels for the backbone."

@@ -99,7 +99,7 @@ class OpenedTable:
     """
 
     def __init__(self, declared: Declaration, schema: TableSchema) -> None:
-        self.path = declared.path
+        self.path, self._drafted = declared.path, declared.labels
         self._file = CsvFile(declared.path, schema.encoding, schema.delimiter)
         self._frame: pa.Table | None = None
         if declared.in_memory is None:
@@ -139,11 +139,12 @@ class OpenedTable:
             kind = cells[name].type
             if any(is_kind(kind) for is_kind in NO_CELLS):
                 faults.append(f"The column {name} contains {kind}, not numbers or text")
-        refuse(
-            faults, f" Write plain columns to {self.path}, or list these under drop in the schema."
-        )
+        remedy = f" Write plain columns to {self.path}"
+        if self._drafted:
+            remedy += ", or list these under drop in the schema"
+        refuse(faults, f"{remedy}.")
         texts = {column.name for column in columns if column.type == "text"}
-        rows = TableRows(cells, broken, bool(texts))
+        rows = TableRows(cells, broken, bool(texts), self._drafted)
         if is_csv:  # a stray quotation mark hides lines in a cell
             for name in used:
                 if name not in texts:
@@ -374,8 +375,8 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
             raise ValueError("its first line does not name the columns")
         if any(NOT_TEXT in name for name, _ in columns):
             remedy = (
-                "declare its own encoding, with encoding: cp1252 in the schema or dpmac schema "
-                "--encoding cp1252"
+                "save the table so, or before training declare its own encoding, with encoding: "
+                "cp1252 in the schema or dpmac schema --encoding cp1252"
             )
             if file.codec() == UTF16:
                 remedy = "save the table as UTF-8"
