@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config import checks
+from dpmac_cli.config import checks, findings
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import recipe_notes
 from dpmac_cli.config.facts import published_facts
@@ -46,7 +46,7 @@ class Resolved:
         """
         if self.data is None:
             return ()
-        return tuple(map(as_keywords, checks.private_notes(self.plan, self.data.notes)))
+        return tuple(map(as_keywords, findings.private_notes(self.plan, self.data.notes)))
 
 
 def resolve(
@@ -90,7 +90,7 @@ def resolve(
         facts, faults = published_facts(chosen.dataset, chosen.unit), list[str]()
     else:
         data = data or _read(chosen)
-        facts, faults = data.facts, [*checks.tested_twice(chosen, data.facts, data.notes)]
+        facts, faults = data.facts, [*findings.tested_twice(chosen, data.facts, data.notes)]
     planned = plan(chosen, facts, earlier=earlier, noise=noise, ranged=ranged, of_records=faults)
     typed = [name for name in SETTINGS if is_given(flags.get(name))]
     notes = checks.notes(planned, typed)
