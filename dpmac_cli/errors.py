@@ -11,6 +11,9 @@ BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 #: A setting in a message: ``{batch_size}``, before a value ``{batch_size=}128``, or a switch that
 #: is to be set, ``{force=True}``.
 _SETTING = re.compile(r"\{([a-z]\w*)(=True|=?)\}")
+#: A setting before several values in one text: ``{shares=}0.94,0.06``. Names with spaces have
+#: quotation marks around all of them.
+_SEVERAL = re.compile(r"\{([a-z]\w*)=\}(?:'([^']*,[^']*)'|([^\s',]+(?:,[^\s',]+)*,[^\s',]*\w))")
 #: Text without a space that is too long to read, of which a message shows the beginning.
 _ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
@@ -31,12 +34,23 @@ def as_flags(message: str) -> str:
 
 
 def as_keywords(message: str) -> str:
-    """Return a message for the author of a program.
+    """Return a message for the author of a program; several values are a list.
 
     >>> as_keywords("Use {batch_size=}128, or add {skip_bad=True}.")
     'Use batch_size=128, or add skip_bad=True.'
+    >>> as_keywords("Declare {classes=}cat,dog or {shares=}0.9,0.1.")
+    "Declare classes=['cat', 'dog'] or shares=[0.9, 0.1]."
     """
-    return _SETTING.sub(r"\1\2", message)
+
+    def keyword(setting: re.Match[str]) -> str:
+        name, quoted, plain = setting.groups()
+        values = list[str]()
+        for value in (quoted or plain).split(","):
+            is_number = value.replace(".", "", 1).isdecimal()
+            values.append(value if is_number else repr(value))
+        return f"{name}=[{', '.join(values)}]"
+
+    return _SETTING.sub(r"\1\2", _SEVERAL.sub(keyword, message))
 
 
 def counted(number: int, what: str) -> str:

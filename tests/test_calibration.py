@@ -76,6 +76,26 @@ def test_calibrated_noise_covers_what_was_trained_before() -> None:
         calibrate_noise(event, DELTA, spent * 0.99, earlier=earlier)
 
 
+@pytest.mark.parametrize("above", [1.001, 1.0001])
+def test_noise_for_the_little_that_is_left_is_found_in_few_trials(
+    above: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs just above that of earlier events are far from straight in logarithms."""
+    earlier, event = (digits(sigma=1.0, steps=120),), digits(steps=12)
+    target, trials = above * total_epsilon(earlier, DELTA), list[float]()
+
+    def priced(events: Any, delta: float, accountant: str, widest: float = FINE) -> float:
+        trials.append(events[-1].noise_multiplier)
+        return total_epsilon(events, delta, accountant, widest)
+
+    monkeypatch.setattr("dpmac_cli.accounting.calibration.total_epsilon", priced)
+    sigma = calibrate_noise(event, DELTA, target, earlier=earlier)
+    assert len(trials) < 30  # 70 by the whole cost
+    trained, quieter = digits(sigma=sigma, steps=12), digits(sigma=0.99 * sigma, steps=12)
+    assert total_epsilon((*earlier, trained), DELTA) <= target
+    assert total_epsilon((*earlier, quieter), DELTA) > target
+
+
 def test_noise_that_only_the_coarse_grid_finds_affordable_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

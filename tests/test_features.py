@@ -554,17 +554,22 @@ def test_batches_of_features_are_of_one_size(size: int) -> None:
     assert AT_A_TIME % at_a_time(size) == 0
 
 
+def on_backbone(name: str) -> nn.Module:
+    """A backbone of torchvision with random weights and a head."""
+    row = BACKBONES[name]
+    size = 64 if row.any_size else row.size
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+    return WithHead(PublicBackbone(Backbone(name, size), IMAGES), head)
+
+
 @pytest.mark.promise("features")
 @pytest.mark.parametrize(
     "name", rest_long(sorted(OF_TORCHVISION, key=lambda name: name != "efficientnet_v2_s"))
 )
 def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> None:
     """Dropped paths would be drawn in the order of the batch, which one record changes."""
-    row = BACKBONES[name]
-    size = 64 if row.any_size else row.size
-    torch.manual_seed(0)
-    features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-    network = WithHead(PublicBackbone(features, IMAGES), head)
+    network = on_backbone(name)
     x = torch.randn(2, *CIFAR.records.shape, generator=a_generator(6))
     with torch.no_grad():
         expected = network(x)
@@ -575,6 +580,28 @@ def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> N
     with torch.no_grad():
         assert torch.allclose(network(x), expected, atol=1e-4)
         assert torch.allclose(network(x[:1]), expected[:1], atol=1e-4)
+
+
+@pytest.mark.promise("features")
+def test_lora_on_an_image_backbone_trains_its_linear_layers_of_each_record() -> None:
+    network = on_backbone("convnext_tiny")
+    x = torch.randn(2, *CIFAR.records.shape, generator=a_generator(6))
+    with torch.no_grad():
+        expected = network(x)
+    linear = list[str]()
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear) and not name.startswith("head."):
+            linear += [f"{name}.down.weight", f"{name}.up.weight"]
+    freeze(network, Trained("lora", 1), CIFAR.records.shape)
+    assert trained_names(network) == {*linear, "head.1.weight", "head.1.bias"}
+    with torch.no_grad():
+        assert torch.allclose(network(x), expected, atol=1e-4)
+    for layer in network.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight, std=0.01)
+    subject, labels = Subject(network, x), torch.arange(2)
+    of_autograd = subject.exact_gradients(x, labels)
+    assert torch.allclose(subject.stored_gradients(x, labels), of_autograd, rtol=1e-3, atol=1e-4)
 
 
 SHAPE = DIGITS.records.shape

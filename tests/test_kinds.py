@@ -34,6 +34,7 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.training.distributed import Ranks
+from tests.digits_runs import after
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("ranges")
@@ -241,6 +242,13 @@ def test_more_epochs_keep_the_ranges_and_draw_the_calibration_anew(table: Path) 
     events = events_of(more)
     assert sum(event.histogram for event in events) == 5  # three rounds, two calibrations
     assert more["epsilon"] == total_epsilon(events, more["delta"])
+
+
+@pytest.mark.promise("resume")
+def test_ranges_are_kept_by_a_run_that_is_too_short_to_find_them(table: Path) -> None:
+    finish(train_plan(plan(epochs=400, out="run"), stop=after(1)))
+    resume("run", epochs=2, out="less")
+    assert counted_in("less") == counted_in("run")
 
 
 @pytest.mark.promise("target")
@@ -533,6 +541,18 @@ def test_units_share_one_weight(table: Path) -> None:
     assert report["data"]["ranges"]["age"][1] > 60
 
 
+def test_a_column_of_units_that_is_an_input_too_is_pointed_out(table: Path) -> None:
+    frame = people()
+    frame["person"] = np.arange(len(frame)) // 3
+    frame.to_csv("people.csv", index=False)
+    Path("kinds.yaml").write_text(f"{KINDS}  person: {{type: category}}\n")
+    notes = [note for note in plan(unit="person").notes if "{unit=}person is an input" in note]
+    assert len(notes) == 1
+    assert "under drop" in notes[0]
+    Path("kinds.yaml").write_text(f"{KINDS}drop: [person]\n")
+    assert not any("{unit=}" in note for note in plan(unit="person").notes)
+
+
 def test_ranges_are_those_of_training_records_and_their_units(
     table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,7 +632,7 @@ def test_ranks_beside_declared_ranges_are_for_a_target_and_enough_records(table:
         assert planned.facts.records.count("number") == 3
     with pytest.raises(dpmac_cli.InputError, match=r"cannot be found .* at least 0\.29"):
         plan(epsilon=0.2, scale="private")
-    with pytest.raises(dpmac_cli.InputError, match="is for the columns of a table"):
+    with pytest.raises(dpmac_cli.InputError, match=r"table \(--features columns\)\. Leave"):
         resolve(dataset="digits", epsilon=1.0, scale="private")
 
 

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from dpmac_cli import Poisson, PrivateStep, from_dataframe, make_private
-from dpmac_cli.config.checks import private_notes
+from dpmac_cli.config.findings import private_notes
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.errors import as_keywords
 from dpmac_cli.runs import folder

@@ -574,7 +574,7 @@ def test_blanks_around_a_declared_value_do_not_count(tmp_path: Path) -> None:
         (b'c,y\n1,a\n2"5,a\n', "(line 3) has a quotation mark"),
         (b'c,y\n1,a\n"2"5,a\n', "(line 3) has a quotation mark"),
         (b"c,y\n1,a\n2\n3,a,b\n", "has 1 values for 2 columns; Record 3 (line 4) has 3 values"),
-        (b"c,y\n1,a\n\xff,a\n", "Record 2 (line 3) is not text in UTF-8 (declare another"),
+        (b"c,y\n1,a\n\xff,a\n", "Record 2 (line 3) is not text in UTF-8 (save the file so, or"),
         (b"c,c\n1,a\n", "several columns named 'c'"),
         (b"\xff,y\n1,a\n", "line 1 is not text in UTF-8"),
         (b"", "its first line does not name the columns"),

@@ -30,6 +30,13 @@ CLOSE, TRIES = 4e-3, 20
 MU_ENDS, HALVINGS = (1e-6, 1e4), 60
 #: Evaluations after which every other one halves what is left.
 MANY = 8
+#: Relative error of the cost at which a search on a coarse grid ends, and the largest one of what
+#: earlier events leave of it.
+ROUGH, ROUGHEST = 1e-3, 0.5
+#: Relative difference of costs that is no more than rounding, so that none is lower for sure.
+ROUNDED = 1e-9
+#: Derivatives of the logarithm of a cost by that of the noise.
+STEEPEST, FLATTEST = -8.0, -0.1
 
 #: Epsilon as a function of a number of steps, or of a noise multiplier.
 Cost = Callable[[int], float]
@@ -65,14 +72,21 @@ def calibrate_noise(
 
     if event.steps == 0:
         return SIGMA_MIN
+    before = total_epsilon(earlier, delta, accountant)
     coarse = functools.partial(cost, widest=accountants.COARSE)
-    if coarse(MUCH_TICKS) > target:
+    if before >= target or coarse(MUCH_TICKS) > target:
         _check_reachable(event, delta, target, accountant, earlier)
     ends = MOST_TICKS, LEAST_TICKS - 1
-    rough = _last_within(coarse, target, *ends, SIGMA_TICKS, power=-2, close=1e-3)
-    near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
-    power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
-    ticks = _last_within(cost, target, *ends, rough, power)
+    # What the event adds to the cost of earlier ones is nearly straight in logarithms.
+    left, base = target - before, total_epsilon(earlier, delta, accountant, accountants.COARSE)
+    close = min(ROUGH * target / left, ROUGHEST)
+    start = _last_within(coarse, base + left, *ends, SIGMA_TICKS, power=-2, floor=base, close=close)
+    near = start - start // 50 if start > SIGMA_TICKS else start + start // 50
+    added = [_logarithm((coarse(number) - base) / left) for number in (start, near)]
+    power = (added[1] - added[0]) / math.log(near / start)
+    if not STEEPEST <= power <= FLATTEST:  # rounding, where next to nothing is left
+        power = -2.0
+    ticks = _last_within(cost, target, *ends, start, power, floor=before)
     if ticks == MOST_TICKS:  # perhaps because no other one is within the target
         _check_reachable(event, delta, target, accountant, earlier)
     return ticks / SIGMA_TICKS
@@ -249,12 +263,13 @@ def _last_within(
     bad: int,
     guess: int,
     power: float,
+    floor: float = 0.0,
     close: float = 0.0,
 ) -> int:
     """Return the last number from ``good`` towards ``bad`` that costs at most ``target``.
 
-    Evaluations are expensive, so it follows the secant in logarithms, in which costs are nearly
-    straight, and halves what is left when that takes long.
+    Evaluations are expensive, so it follows the secant in logarithms, in which costs above a floor
+    are nearly straight, and halves what is left when that takes long.
 
     Args:
         cost: monotone function, increasing from ``good`` to ``bad``.
@@ -263,13 +278,14 @@ def _last_within(
             behind the last that is tried; neither is evaluated.
         guess: where to start, between them.
         power: roughly, the derivative of the logarithm of the cost by that of the number.
+        floor: a part of every cost, and of the target, which the number does not change.
         close: relative error of the cost at which the search ends early, on either side.
     """
     number, before, tries = guess, (guess, math.nan), 0
     while abs(good - bad) > 1:
         spent = cost(number)
-        excess = _logarithm(spent / target)
-        if abs(excess) <= close:
+        excess = _logarithm((spent - floor) / (target - floor))
+        if abs(excess) <= close or 0 <= target - spent <= ROUNDED * target:
             return number
         good, bad = (number, bad) if spent <= target else (good, number)
         if tries:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import StrictBool
 from rich.console import Console
 from rich.text import Text
 
@@ -26,8 +25,8 @@ from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.cli.question import USED, Question, answer
 from dpmac_cli.config.checks import delta_note
-from dpmac_cli.config.flags import SomePath, is_given, lonely, valid
-from dpmac_cli.config.settings import DELTA, Debug, PrintJson
+from dpmac_cli.config.flags import is_given, valid
+from dpmac_cli.config.settings import DELTA
 from dpmac_cli.errors import BudgetError, InputError, counted, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.release.plots import KINDS, trade_offs, write_figure
@@ -37,10 +36,10 @@ from dpmac_cli.silo.rounds import ROUNDS as ROUNDS_OF_SILO
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.
 TOLERANCE = 1e-3
-#: Flags that may be combined with a run, which determines everything else.
-BESIDE_A_RUN = ("delta", "accountant")
-#: Flags that do not apply to an account on disk.
+#: Flags that do not apply to an account on disk. A run determines everything else.
 OF_RUNS = ("delta", "accountant", "risk", "plot")
+#: Flags that may be combined with a run.
+BESIDE_A_RUN = (*OF_RUNS, "json", "debug")
 #: Values of a row that --json shows unchanged.
 IN_JSON = (
     *("statement", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs", "sampler"),
@@ -53,34 +52,6 @@ READABLE = (
 )
 
 
-class AccountFlags(Question, frozen=True):
-    """Flags of the command: the question, and what is printed or drawn of the answer.
-
-    An instance is validated when it is made: :func:`~dpmac_cli.config.flags.valid` reports all
-    faults of the flags together. The question alone is in :class:`Question`.
-    """
-
-    risk: StrictBool = False
-    """Also show bounds on what an attacker can learn."""
-    plot: SomePath | None = None
-    """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
-    json: PrintJson = False  # type: ignore[assignment]
-    debug: Debug = False
-
-    @classmethod
-    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude or need each other; nothing if there are none.
-
-        Args:
-            values: the flags that were typed, by name with underscores ("dataset_size"). A flag
-                that was not typed is not among them, whatever its default.
-        """
-        yield from super().contradictions(values)
-        yield from lonely(values, {"plot": ("risk",)})
-        if "risk" in values and values.get("accountant") in ("rdp", "all"):
-            yield "--risk needs privacy loss distributions: add --accountant pld."
-
-
 RunOrAccount = Annotated[
     Path | None,
     typer.Argument(
@@ -91,7 +62,7 @@ RunOrAccount = Annotated[
 ]
 
 
-@command(AccountFlags.model_fields)
+@command(Question.model_fields)
 def account(
     run: RunOrAccount = None,
     **values: Any,
@@ -115,7 +86,7 @@ def account(
     """
     typed = [name for name, value in values.items() if is_given(value)]
     errors = [] if run is None else list(_faults_beside_run(run, typed))
-    flags = valid(AccountFlags, values, errors)
+    flags = valid(Question, values, errors)
     file = None if run is None else account_file(run)
     if file is not None:
         raise_errors((*errors, *_faults_beside_account(typed)))
@@ -133,13 +104,14 @@ def account(
         if beyond and not rows:
             raise BudgetError(beyond)
         if flags.risk:
-            rows = [_with_risk(row) for row in rows]
+            rows = [*map(_with_risk, rows)]
         if flags.plot:
             write_figure(trade_offs(rows), flags.plot)
-    notes_of_rows = (note for row in rows for note in account_notes(row, flags.accountant))
-    console.print_notes(dict.fromkeys([*notes, *notes_of_rows]))
+    for row in rows:
+        notes = (*notes, *account_notes(row, flags.accountant))
+    console.print_notes(dict.fromkeys(notes))
     if flags.json:
-        console.print_result(to_json({"rows": [_values(row) for row in rows]}))
+        console.print_result(to_json({"rows": [*map(_values, rows)]}))
     else:
         _print(console.stdout(), rows)
     if run is not None:
@@ -151,7 +123,7 @@ def account(
 def _faults_beside_run(run: Path, typed: Iterable[str]) -> Iterator[str]:
     """Yield the faults of flags that contradict a run."""
     for name in typed:
-        if name in Question.model_fields and name not in BESIDE_A_RUN:
+        if name not in BESIDE_A_RUN:
             yield f"{{{name}}} contradicts {run}, which has all facts of the run. Leave it out."
 
 
@@ -278,8 +250,8 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float
 
     Args:
         path: a run folder, or a report.json.
-        flags: flags, of which :data:`BESIDE_A_RUN` are used. A delta that was not typed is that of
-            the run.
+        flags: flags, of which ``delta`` and ``accountant`` are used. A delta that was not typed is
+            that of the run.
 
     Returns:
         A tuple of the rows, one for each accountant that the flags name; the epsilon that the
@@ -374,9 +346,13 @@ def _values(row: Row) -> dict[str, Any]:
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
     """Print facts that differ between rows as a table, and those that they share below."""
-    cells = {name: [text_of(row) for row in rows] for name, text_of in FACTS.items()}
-    varying = [name for name, column in cells.items() if len(set(column)) > 1]
-    shared = [name for name in cells if name not in varying and cells[name][0]]
+    cells, varying, shared = dict[str, list[str]](), list[str](), list[str]()
+    for name, text_of in FACTS.items():
+        cells[name] = [*map(text_of, rows)]
+        if len(set(cells[name])) > 1:
+            varying.append(name)
+        elif cells[name][0]:
+            shared.append(name)
     if varying:
         lines = zip(*(cells[name] for name in varying), strict=True)
         out.print(console.plain_table(varying, lines, justify="right", bold="epsilon"))
@@ -408,15 +384,14 @@ def _print_risk(out: Console, risk: Risk) -> None:
     rows = list[list[str]]()
     for attack in risk.attacks:
         shares = (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
-        rows.append([percent(share) for share in shares])
+        rows.append([*map(percent, shares)])
     out.print(console.plain_table(names, rows, justify="right"))
     out.print(Text(COLUMNS_OF_RISK))
     least = format_epsilon(risk.least_delta)
     out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {least}"))
-    costs = [
-        f"{format_epsilon(epsilon)} at delta {format_epsilon(delta)}"
-        for delta, epsilon in risk.epsilons
-    ]
+    costs = list[str]()
+    for delta, epsilon in risk.epsilons:
+        costs.append(f"{format_epsilon(epsilon)} at delta {format_epsilon(delta)}")
     out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
 
 

@@ -68,9 +68,8 @@ class Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = {
-            name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
-        }
+        for name, summary in COMMANDS.items():
+            self.commands[name] = TyperCommand(name, help=summary)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands with their whole summaries, which typer would cut.

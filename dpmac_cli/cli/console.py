@@ -243,6 +243,14 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02}"
 
 
+class _Bar(progress.Progress):
+    """A progress bar that, where it is not shown, prints nothing: rich before 14.3 ends a line."""
+
+    def stop(self) -> None:
+        if not self.disable:
+            super().stop()
+
+
 def bar(
     *columns: str | progress.ProgressColumn, console: Console, **options: Any
 ) -> progress.Progress:
@@ -256,9 +264,7 @@ def bar(
         options: see :class:`rich.progress.Progress`.
     """
     hidden = console.quiet or not console.is_terminal
-    return progress.Progress(
-        *columns, TimeLeft(), console=console, transient=True, disable=hidden, **options
-    )
+    return _Bar(*columns, TimeLeft(), console=console, transient=True, disable=hidden, **options)
 
 
 @contextlib.contextmanager

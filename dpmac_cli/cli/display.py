@@ -206,7 +206,7 @@ def _heading(event: Started) -> Iterator[Text]:
             f"{event.steps:,} steps (epochs: {event.steps / plan.event.steps_per_epoch:.4g}), "
             f"delta {settings.delta:g}"
         )
-        if plan.ranges and event.done:
+        if plan.ranged:
             yield Text("ranges kept from the steps before, which paid for them")
         elif plan.ranges:
             noises = ", ".join(f"{counts.noise_multiplier:g}" for counts in plan.ranges)

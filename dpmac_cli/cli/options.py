@@ -103,9 +103,9 @@ class Command(TyperCommand):
             ctx: context of the call, a ``click.Context``.
             formatter: where they are written, a ``click.HelpFormatter``.
         """
-        groups: dict[str, list[Any]] = {
-            group: [] for group in (ARGUMENTS, OPTIONS, *GROUPS.values())
-        }
+        groups = dict[str, list[Any]]()
+        for group in (ARGUMENTS, OPTIONS, *GROUPS.values()):
+            groups[group] = []
         for parameter in self.get_params(ctx):
             groups[group_of(parameter)].append(parameter.get_help_record(ctx))
         for group, records in groups.items():
@@ -151,7 +151,11 @@ def option(name: str, field: FieldInfo, several: bool = False) -> inspect.Parame
 
     def complete(typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",") if several else ("", "", typed)
-        return [f"{before}{comma}{choice}" for choice in choices.names if choice.startswith(last)]
+        completed = list[str]()
+        for choice in choices.names:
+            if choice.startswith(last):
+                completed.append(f"{before}{comma}{choice}")
+        return completed
 
     info = option_of(
         help=text,
@@ -245,7 +249,9 @@ def stop_request() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         received.set()
 
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = dict[signal.Signals, Any]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, handle)
     try:
         yield received.is_set
     finally:
@@ -295,7 +301,7 @@ def command(
             if "debug" not in fields:
                 del typed["debug"]
             validated = model.model_validate({name: typed.pop(name) for name in keywords})
-            function(**typed, **{name: getattr(validated, name) for name in keywords})
+            function(**typed, **dict(validated))
 
         # typer reads options from it, which functions have by no declared attribute.
         call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]

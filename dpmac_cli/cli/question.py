@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
+from pydantic import StrictBool
+
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.events import TrainingEvent
@@ -18,7 +20,7 @@ from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import completed, recipe_notes
-from dpmac_cli.config.flags import OneOf, Several
+from dpmac_cli.config.flags import OneOf, Several, SomePath, lonely
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.plan import (
     MOMENTS,
@@ -33,10 +35,12 @@ from dpmac_cli.config.settings import (
     HISTOGRAM,
     LATER,
     Count,
+    Debug,
     Length,
     NoiseMultiplier,
     Positive,
     Priced,
+    PrintJson,
     Settings,
 )
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
@@ -46,7 +50,7 @@ USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 
 
 class Question(Priced, frozen=True):
-    """Flags of ``dpmac account`` that describe a training: its sizes, its noise, and a target.
+    """Flags of ``dpmac account``: sizes and noise of a training, a target, and what is printed.
 
     What is not given is completed by the defaults of the dataset, or is solved for (:attr:`solve`).
     :func:`answer` computes the privacy costs. Values are validated when an instance is made, as
@@ -78,6 +82,12 @@ class Question(Priced, frozen=True):
     """Count the numbers to predict before training, to find their range, at 8% of the budget."""
     accountant: Annotated[str, OneOf(USED)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
+    risk: StrictBool = False
+    """Also show bounds on what an attacker can learn."""
+    plot: SomePath | None = None
+    """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
+    json: PrintJson = False  # type: ignore[assignment]
+    debug: Debug = False
     not_both = MappingProxyType({("epochs", "steps"): "", ("dataset", "dataset_size"): ""})
 
     @classmethod
@@ -104,6 +114,9 @@ class Question(Priced, frozen=True):
         complete = "batch_size" in values and (lengths or both_given)
         if own_data and not complete:
             yield "Add --batch-size, and --epochs or --steps, to --dataset-size."
+        yield from lonely(values, {"plot": ("risk",)})
+        if "risk" in values and values.get("accountant") in ("rdp", "all"):
+            yield "--risk needs privacy loss distributions: add --accountant pld."
 
     @property
     def solve(self) -> str | None:

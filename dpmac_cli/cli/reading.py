@@ -23,14 +23,17 @@ from dpmac_cli.files import cache_folder, cache_size, to_json, write_atomically
 from dpmac_cli.release.card import QUESTIONS, answered_card, run_page
 from dpmac_cli.studies.written import COMPARE_JSON, study_page
 
-#: Answers of a model card, as options.
-ANSWERS: Fields = {
-    row.replace(" ", "_"): FieldInfo(annotation=str, default=None, description=text)
-    for row, text in QUESTIONS.items()
-}
+
+def _answers() -> Fields:
+    """Return the answers of a model card as options, by name."""
+    options = dict[str, FieldInfo]()
+    for row, text in QUESTIONS.items():
+        option = FieldInfo(annotation=str, default=None, description=text)
+        options[row.replace(" ", "_")] = option
+    return options
 
 
-@command(ANSWERS)
+@command(_answers())
 def card(run: RunFolder, **answers: str | None) -> None:
     """Print the model card of a run as Markdown.
 
@@ -95,7 +98,9 @@ def recipes(*, json: PrintJson = False) -> None:
         console.print_result(to_json({"recipes": rows}))
         return
     console.widen(out)
-    cells = ([row.get(name, "") for name in SHOWN] for row in rows)
+    cells = list[list[str]]()
+    for row in rows:
+        cells.append([row.get(name, "") for name in SHOWN])
     out.print(console.plain_table(SHOWN, cells, no_wrap=True, padding=(0, 1, 0, 0)))
     out.print(Text("\nto run one of them:", style="bold"))
     out.print(*(Text(row["command"]) for row in rows), sep="\n", soft_wrap=True)

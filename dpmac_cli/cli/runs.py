@@ -74,7 +74,7 @@ def runs(
     for root in roots:
         for where in _runs_below(root):
             places[where.resolve()] = where
-    listed = [_facts(where) for where in places.values()]
+    listed = [*map(_facts, places.values())]
     listed.sort(key=lambda run: run["changed"], reverse=True)
     if json:
         console.print_result(to_json({"runs": listed}))
@@ -128,8 +128,11 @@ def _facts(where: Path) -> dict[str, Any]:
     Args:
         where: folder of the run.
     """
-    files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
-    changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    changed = 0.0
+    for name in (folder.CONFIG, folder.METRICS, folder.REPORT):
+        file = where / name
+        if file.exists():
+            changed = max(changed, file.stat().st_mtime)
     state, report = late.report.how_it_ended(where)
     facts = {
         **UNKNOWN,

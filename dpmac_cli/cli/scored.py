@@ -173,8 +173,11 @@ def evaluate(
     or an audit or attack contradicts the guarantee.
     """
     if not attack:
-        of_attack = {"runs": runs, "jobs": jobs}
-        raise_errors(f"{{{name}}} is for {{attack}}." for name, count in of_attack.items() if count)
+        faults = list[str]()
+        for name, count in (("runs", runs), ("jobs", jobs)):
+            if count:
+                faults.append(f"{{{name}}} is for {{attack}}.")
+        raise_errors(faults)
     if attack:
         recipe = partial(late.attack.Recipe, run, dataset, data_dir, model, device)
         _attack(run, recipe, runs, jobs, json)
@@ -277,16 +280,19 @@ def _show(released: "Released", result: "Evaluation", known: "DataFacts", json: 
         )
     console.print_notes(notes)
     if json:
+        scores, ends = dict[str, float | None](), dict[str, list[float | None]]()
+        for name, value in values.items():
+            scores[METRICS[name].key] = finite_or_none(value)
+        for name, interval in intervals.items():
+            ends[METRICS[name].key] = [*map(finite_or_none, interval)]
         body = {
             "model": str(path),
             "card": str(card) if card.is_file() else None,
             "dataset": known.name,
             "loss": finite_or_none(result.loss),
             "samples": result.samples,
-            **{METRICS[name].key: finite_or_none(value) for name, value in values.items()},
-            "intervals": {
-                METRICS[name].key: [*map(finite_or_none, ends)] for name, ends in intervals.items()
-            },
+            **scores,
+            "intervals": ends,
             **details,
             **_by_output(result.task, details),
         }

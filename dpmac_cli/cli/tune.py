@@ -17,9 +17,7 @@ from dpmac_cli.studies.search import DECIDED, RELEASED, SEARCHED, SearchFlags, p
 
 #: Settings of a training run that a search does not decide itself.
 SHARED: Fields = {
-    name: field
-    for name, field in SETTINGS.items()
-    if name not in DECIDED and name not in ("cover_scores", "out")
+    name: field for name, field in SETTINGS.items() if name not in (*DECIDED, "cover_scores", "out")
 }
 
 

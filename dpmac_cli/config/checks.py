@@ -15,7 +15,7 @@ from dpmac_cli.accounting.events import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.class_weights import class_weights, shares_of
 from dpmac_cli.config.defaults import ENOUGH, NEEDED
-from dpmac_cli.config.facts import DataFacts, PrivateNotes, first_of, listed
+from dpmac_cli.config.facts import DataFacts, first_of, listed
 from dpmac_cli.config.networks import (
     BACKBONES,
     COLUMNS,
@@ -37,7 +37,6 @@ from dpmac_cli.config.settings import (
     PRIVATE_SCALE,
     Settings,
 )
-from dpmac_cli.errors import counted
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
@@ -145,27 +144,6 @@ def _network_faults(plan: Plan) -> Iterator[str]:
     )
 
 
-def tested_twice(settings: Settings, facts: DataFacts, notes: PrivateNotes) -> Iterator[str]:
-    """Yield a fault if scores are to be covered, and a record is trained and tested on.
-
-    A unit is on one side only. Without units, each record is one, with its copies.
-
-    Args:
-        settings: completed settings.
-        facts: public facts of the records.
-        notes: what was found in the records, among it which test records are copies.
-    """
-    tested = notes.tested
-    if tested and settings.cover_scores and not facts.unit:
-        yield (
-            f"{{cover_scores}}: {_copies(len(tested), 'test record', facts.typed)} of training "
-            f"records, such as test record {tested[0] + 1}. Epsilon covers the scores of records "
-            "that are not trained on, so it would be too low for these. Leave them out on one "
-            "side, or name the person of each record with {unit}, or in an .npz by arrays unit and "
-            "unit_test: a unit is on one side."
-        )
-
-
 def _score_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
     """Yield faults in the metric, and in scores with noise."""
     task = facts.task
@@ -202,10 +180,11 @@ def _loss_faults(settings: Settings, facts: DataFacts) -> Iterator[str]:
 def _range_strength(plan: Plan) -> tuple[float, tuple[str, ...]]:
     """Return n epsilon / sqrt(C), and the names of the C columns whose ranges are to be found.
 
-    Epsilon is that of the whole run. Infinity without such columns, and without privacy.
+    Epsilon is that of the whole run. Infinity without such columns, without privacy, and where
+    ranges are kept.
     """
     settings, names = plan.settings, plan.counted_columns
-    if not names or not plan.private:
+    if not names or not plan.private or plan.ranged:
         return math.inf, names
     epsilon = settings.epsilon or total_epsilon((plan.event,), settings.delta)
     return plan.facts.train_size * epsilon / math.sqrt(len(names)), names
@@ -218,8 +197,8 @@ def _range_faults(plan: Plan) -> Iterator[str]:
     of_columns = isinstance(facts.records, Table) and isinstance(plan.features, TableColumns)
     if settings.scale == PRIVATE_SCALE and not of_columns:
         yield (
-            f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table ({{features=}}{COLUMNS}), "
-            "not with texts. Leave it out."
+            f"{{scale=}}{PRIVATE_SCALE} is for the columns of a table "
+            f"({{features=}}{COLUMNS}). Leave it out."
         )
     if isinstance(facts.records, Table) and facts.schema is not None:
         unread = [column.name for column in facts.schema.columns if column.open]
@@ -369,9 +348,14 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
     yield from _idle(plan, flags)
     if facts.inferred and plan.private:
         yield (
-            f"{listed(facts.inferred).capitalize()} of {facts.typed} were taken from its "
-            "records and are treated as public. Declare them to avoid that: "
-            f"{_declaration(facts)}"
+            f"{listed(facts.inferred).capitalize()} were taken from the records and are treated as "
+            f"public. Declare them to avoid that: {_declaration(facts)}"
+        )
+    columns = () if facts.schema is None else facts.schema.columns
+    if plan.settings.unit in [column.name for column in columns]:
+        yield (
+            f"{{unit=}}{plan.settings.unit} is an input of the network, too. If this column only "
+            "names units, list it in the schema under drop instead of columns."
         )
     if isinstance(plan.features, Backbone) and facts.records.channels == 1:
         yield f"Grey images of {facts.typed} are repeated to three channels for the backbone."
@@ -382,46 +366,6 @@ def _notes_on_plan(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             "ranges may give a better model here, if they are not much too wide."
         )
     yield from _notes_on_privacy(plan, flags)
-
-
-def private_notes(plan: Plan, findings: PrivateNotes) -> tuple[str, ...]:
-    """Return notes about the records, such as counts of them, which epsilon does not cover.
-
-    They are for the person who holds the records. No file and no log has them. () without any.
-
-    Args:
-        plan: plan of the run.
-        findings: what was found in the records when they were read.
-    """
-    return tuple(_notes_on_records(plan, findings))
-
-
-def _notes_on_records(plan: Plan, findings: PrivateNotes) -> Iterator[str]:
-    """Yield sentences on what was found in the records."""
-    dataset, tested = plan.facts.typed, findings.tested
-    if findings.left_out.records:
-        yield findings.left_out.note(dataset)
-    copies_matter = plan.private and not findings.expected
-    if findings.copies and copies_matter:
-        both = f" ({len(tested):,} of training records among test records)" if tested else ""
-        yield (
-            f"{_copies(findings.copies, 'record', dataset)} of others{both}. If they "
-            "come from one person, epsilon protects each copy, but not the person: name the unit "
-            "of each record with {unit}, or in an .npz by an array unit."
-        )
-    if tested and copies_matter and not plan.facts.held_out:
-        yield (
-            f"{_copies(len(tested), 'test record', dataset)} of training records, such as test "
-            f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "
-            "on them are too high. Leave them out on one side."
-        )
-    for remark in findings.remarks:
-        yield f"{dataset}: {remark}."
-    if findings.untested and not plan.settings.cover_scores:
-        yield (
-            f"{dataset} has no test record of the classes {first_of(findings.untested)}. Accuracy "
-            "does not cover them."
-        )
 
 
 def _notes_on_privacy(plan: Plan, flags: Collection[str]) -> Iterator[str]:
@@ -438,12 +382,6 @@ def _notes_on_privacy(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             "steps, so random sampling saves little or no privacy cost. Unless you want "
             "only a few such steps, use a smaller {batch_size}."
         )
-
-
-def _copies(number: int, noun: str, dataset: str) -> str:
-    """Return the beginning of a sentence: "2 records of data.csv are exact copies"."""
-    copies = "is an exact copy" if number == 1 else "are exact copies"
-    return f"{counted(number, noun)} of {dataset} {copies}"
 
 
 def _declaration(facts: DataFacts) -> str:

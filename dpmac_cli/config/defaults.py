@@ -277,8 +277,10 @@ def recipe_notes(settings: Settings, facts: Dataset) -> Iterator[str]:
     if recipe_of(settings) != BEST:
         return
     known = {*settings.explicit, "epsilon"}
-    values = best(settings, facts).items()
-    chosen = [f"{{{name}=}}{value}" for name, value in values if name not in known and value]
+    chosen = list[str]()
+    for name, value in best(settings, facts).items():
+        if name not in known and value:
+            chosen.append(f"{{{name}=}}{value}")
     if chosen:
         yield f"recipe best: {' '.join(chosen)}."
 

@@ -87,7 +87,10 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
     if not folder.is_dir():
         others = f"{', '.join(ENCODERS)}, or " * (not remedy)
         raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
-    absent = [file for file in (CONFIG, TOKENIZER) if not (folder / file).is_file()]
+    absent = list[str]()
+    for file in (CONFIG, TOKENIZER):
+        if not (folder / file).is_file():
+            absent.append(file)
     if not weight_files(folder):
         absent.append(WEIGHTS)
     save = "Save the network and its tokenizer with save_pretrained(FOLDER)."
@@ -121,7 +124,10 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
 
 def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) -> EncoderConfig:
     """Return what a config.json says. Raises exceptions of several kinds if it cannot be used."""
-    form = {name: value for name, value in values.items() if not name.startswith(NOT_OF_FORM)}
+    form = dict[str, Any]()
+    for name, value in values.items():
+        if not name.startswith(NOT_OF_FORM):
+            form[name] = value
     known = transformers_config(EncoderConfig.check_form(form))
     longest = known.max_position_embeddings
     if form["model_type"] == "roberta":  # its places begin behind that of padding

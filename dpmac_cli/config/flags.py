@@ -297,8 +297,11 @@ class Flags(BaseModel, frozen=True):
     @property
     def explicit(self) -> Mapping[str, Any]:
         """Return the values that were set explicitly, by name."""
-        names = [name for name in type(self).model_fields if name in self.model_fields_set]
-        return {name: getattr(self, name) for name in names}
+        values = dict[str, Any]()
+        for name in type(self).model_fields:
+            if name in self.model_fields_set:
+                values[name] = getattr(self, name)
+        return values
 
 
 def lonely(values: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

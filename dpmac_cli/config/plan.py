@@ -69,6 +69,7 @@ class Plan:
         search: search that the run is one trial of; None if it is a run by itself.
         histogram: event of the histogram that the model is calibrated by; None without.
         ranges: events of the counts that ranges of columns follow from, before training.
+        ranged: whether these ranges are kept from an earlier part of the run, which paid for them.
     """
 
     settings: Settings
@@ -78,6 +79,7 @@ class Plan:
     search: Search | None = None
     histogram: TrainingEvent | None = None
     ranges: tuple[TrainingEvent, ...] = ()
+    ranged: bool = False
 
     @property
     def places(self) -> int:

@@ -32,6 +32,7 @@ def plan(
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     noise: TrainingEvent | None = None,
+    ranged: bool = False,
     of_records: Iterable[str] = (),
 ) -> Plan:
     """Complete settings, validate them together, and calibrate the noise.
@@ -42,6 +43,7 @@ def plan(
         earlier: events on the same records, which a target epsilon must cover too.
         noise: event of a run that has begun, whose noise is never calibrated again; None for a new
             run.
+        ranged: whether ranges of columns were found by an earlier part of the run.
         of_records: faults of the records, which are reported with those of settings.
 
     Returns:
@@ -56,7 +58,7 @@ def plan(
     if settings.scale == PRIVATE_SCALE and isinstance(facts.records, Table):
         facts = replace(facts, records=facts.records.ranked())
     event = event_of(settings, facts.train_size)
-    made = Plan(settings, facts, event, optimizer_of(settings))
+    made = Plan(settings, facts, event, optimizer_of(settings), ranged=ranged)
     needs = dict(NEEDS)
     if is_labelled(settings.task):
         del needs["task"]  # it says that there are labels, which needs no encoder

@@ -433,8 +433,10 @@ class Settings(Priced, frozen=True):
         Args:
             defaults: values by the names of their settings, which are not validated.
         """
-        given_names = self.model_fields_set
-        missing = {name: value for name, value in defaults.items() if name not in given_names}
+        missing = dict[str, Any]()
+        for name, value in defaults.items():
+            if name not in self.model_fields_set:
+                missing[name] = value
         return self.model_copy(update=missing)
 
 

@@ -149,7 +149,9 @@ def layered(
         del values["recipe"]
         of_recipe, _ = read_yaml(file_of(name))
         values = over(values, of_recipe)
-    return values, {setting: place for setting, place in places.items() if setting not in above}
+    for setting in above:
+        places.pop(setting, None)
+    return values, places
 
 
 def _given(values: Values) -> dict[str, Any]:
@@ -202,12 +204,12 @@ def over(above: Values, below: Values) -> dict[str, Any]:
         below: values by name, without those that ``above`` says in another way: see
             :data:`.NOT_BOTH`.
     """
-    replaced = set[str]()
+    remaining = dict(below)
     for group, why in NOT_BOTH.items():
         ways_to_say_the_same = not why
         if ways_to_say_the_same and not above.keys().isdisjoint(group):
-            replaced.update(group)
-    remaining = {name: value for name, value in below.items() if name not in replaced}
+            for name in group:
+                remaining.pop(name, None)
     return remaining | dict(above)
 
 

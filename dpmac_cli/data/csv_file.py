@@ -199,7 +199,7 @@ class CsvFile:
         """Return what to do about lines that are not text."""
         if self.codec() == UTF16:
             return "save the file as UTF-8"
-        return "declare another in the schema, as encoding: cp1252"
+        return "save the file so, or before training declare encoding: cp1252 in the schema"
 
     def _begin(self) -> TextIO:
         return self.path.open(encoding=self.codec(), errors="replace", newline="")

@@ -100,7 +100,7 @@ class OpenedTable:
     """
 
     def __init__(self, declared: Declaration, schema: TableSchema) -> None:
-        self.path = declared.path
+        self.path, self._drafted = declared.path, declared.labels
         self._file = CsvFile(declared.path, schema.encoding, schema.delimiter)
         self._frame: pa.Table | None = None
         if declared.in_memory is None:
@@ -140,11 +140,12 @@ class OpenedTable:
             kind = cells[name].type
             if any(is_kind(kind) for is_kind in NO_CELLS):
                 faults.append(f"The column {name} contains {kind}, not numbers or text")
-        refuse(
-            faults, f" Write plain columns to {self.path}, or list these under drop in the schema."
-        )
+        remedy = f" Write plain columns to {self.path}"
+        if self._drafted:
+            remedy += ", or list these under drop in the schema"
+        refuse(faults, f"{remedy}.")
         texts = names_of_texts(columns)
-        rows = TableRows(cells, broken, bool(texts))
+        rows = TableRows(cells, broken, bool(texts), self._drafted)
         if is_csv:  # a stray quotation mark hides lines in a cell
             for name in used:
                 if name not in texts:
@@ -376,8 +377,8 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
             raise ValueError("its first line does not name the columns")
         if NOT_TEXT in "".join(names):
             remedy = (
-                "declare its own encoding, with encoding: cp1252 in the schema or dpmac schema "
-                "--encoding cp1252"
+                "save the table so, or before training declare its own encoding, with encoding: "
+                "cp1252 in the schema or dpmac schema --encoding cp1252"
             )
             if file.codec() == UTF16:
                 remedy = "save the table as UTF-8"

@@ -71,8 +71,10 @@ class TableRows:
         cells: columns by their names, shape (records,) each.
         broken: why records cannot be read, by their number.
         texts: whether the table has texts, of which no message shows a part.
+        drafted: whether the schema can still declare something else, unlike that of a model.
 
     Attributes:
+        drafted: whether messages say what to declare instead.
         cells: columns, shape (records,) each.
         broken: why records cannot be read, by their number; their cells are null.
         bad: masks of other records that cannot be used, by the reason as a message says it.
@@ -86,8 +88,10 @@ class TableRows:
         cells: Cells,
         broken: dict[int, str],
         texts: bool,
+        drafted: bool,
     ) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
+        self.drafted = drafted
         self.bad: dict[str, BoolArray] = {}
         self.unread = list[tuple[Column, str, BoolArray]]()
         self.remarks = list[str]()
@@ -144,7 +148,7 @@ class TableRows:
             self.add(f"{fault} in {column.name}", cells, column)
 
     def _shown(self, records: BoolArray, column: Column | Label) -> str:
-        """Return some different cells of a column for a message, with advice.
+        """Return some different cells of a column for a message, with advice on the schema.
 
         Args:
             records: which records, shape (records,).
@@ -157,7 +161,8 @@ class TableRows:
         for cell in islice(different, NAMED):
             short = f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell
             quoted.append(f"'{short}'")
-        return f": {', '.join(quoted)} ({ADVICE[column.type]})"
+        advice = f" ({ADVICE[column.type]})" if self.drafted else ""
+        return f": {', '.join(quoted)}{advice}"
 
     def faults(self) -> list[str]:
         """Return why records cannot be used, with the first of them and how many others.
@@ -291,14 +296,14 @@ def _check_texts(
     texts = names_of_texts(columns)
     if reader is None:
         refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
+    remedy = ", not texts"
+    if rows.drafted:
+        remedy = ". Declare their range in the schema instead of text: {range: [LOW, HIGH]}"
     faults = []
     for name in texts:
         if not has_text(rows.cells[name]):
-            faults.append(f"The column {name} contains numbers")
-    refuse(
-        faults,
-        " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
-    )
+            faults.append(f"The column {name} contains numbers{remedy}")
+    refuse(faults)
 
 
 def _check_size(columns: Sequence[Column], rows: TableRows) -> None:

@@ -140,11 +140,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         """
         if self.budget is not None:
             self._check_budget(self.budget)
-        chosen = {
-            name: value
-            for name, value in self.get_params(deep=False).items()
-            if name in GROUPS and GROUPS[name] != DATA
-        }
+        chosen = dict[str, Any]()
+        for name, value in self.get_params(deep=False).items():
+            if name in GROUPS and GROUPS[name] != DATA:
+                chosen[name] = value
         chosen |= settings
         if data.frame is not None and unit is not None:
             chosen["unit"] = UNIT
@@ -157,8 +156,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             if self.budget is not None:
                 self.budget.begin(resolved.plan.planned, protected)
             finished = finish(train_plan(resolved))
-            published = [run / name for name in (*folder.PUBLISHED, folder.SUMS)]
-            self._files = {file.name: file.read_bytes() for file in published if file.exists()}
+            self._files = dict[str, bytes]()
+            for name in (*folder.PUBLISHED, folder.SUMS):
+                if (run / name).exists():
+                    self._files[name] = (run / name).read_bytes()
         self.notes_ = tuple(map(as_keywords, resolved.notes))
         self.report_ = finished.report
         self.statement_ = finished.report["sentences"]["guarantee"]
@@ -302,7 +303,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         self.classes_ = np.unique(labels) if declared is None else _declared_classes(declared)
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
-        names = [str(label) for label in self.classes_]
+        names = [*map(str, self.classes_)]
         data = self._data(X, self._codes(labels), unit, schema, {"classes": names}, classes=names)
         if declared is None:
             inferred = ("classes",)
@@ -362,7 +363,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):  # type: ignore[misc
         if self.threshold is None:
             places = self.predict_proba(X).argmax(axis=1).tolist()
         else:
-            names = [str(label) for label in self.classes_]
+            names = [*map(str, self.classes_)]
             places = [names.index(name) for name in self._predictions(X).predicted]
         labels: NDArray[Any] = self.classes_[places]
         return labels
@@ -446,7 +447,7 @@ def _in_type_of(labels: NDArray[Any], names: Sequence[Any] | None) -> Sequence[A
     """Return the classes of a schema as values of the type of labels; None for no classes."""
     if not names:
         return None
-    words = [str(name) for name in names]
+    words = [*map(str, names)]
     if labels.dtype.kind == "b":
         return [word == "True" for word in words]
     return words if labels.dtype.kind in "OUT" else [*map(labels.dtype.type, words)]

@@ -50,11 +50,14 @@ def private_pipeline(*steps: Any, memory: Any = None, verbose: bool = False) -> 
         InputError: names every step that learns from records, and what to use instead.
     """
     pipeline = make_pipeline(*steps, memory=memory, verbose=verbose)
-    raise_errors(
-        f"{name}: {type(step).__name__} learns from the records, which epsilon does not cover. "
-        f"{INSTEAD.get(type(step).__name__, OTHERWISE)}."
-        for name, step in _learning(pipeline, "")
-    )
+    faults = list[str]()
+    for name, step in _learning(pipeline, ""):
+        kind = type(step).__name__
+        faults.append(
+            f"{name}: {kind} learns from the records, which epsilon does not cover. "
+            f"{INSTEAD.get(kind, OTHERWISE)}."
+        )
+    raise_errors(faults)
     return pipeline
 
 

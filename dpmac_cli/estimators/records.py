@@ -50,11 +50,11 @@ def words_in(records: Any) -> list[str]:
     if not is_frame(records):
         return []
     numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal)
-    return [
-        field.name
-        for field in table_of(records).schema
-        if not any(is_kind(field.type) for is_kind in numbers)
-    ]
+    words = list[str]()
+    for field in table_of(records).schema:
+        if not any(is_kind(field.type) for is_kind in numbers):
+            words.append(field.name)
+    return words
 
 
 def are_texts(records: Any) -> bool:
@@ -105,7 +105,7 @@ def _ends_of(bounds: Any, columns: int) -> tuple[NDArray[Any], NDArray[Any]]:
     wanted = f"Each is one number, or a list with one for each of the {columns} columns of X."
     if not isinstance(bounds, Sequence | np.ndarray) or isinstance(bounds, str) or len(bounds) != 2:
         raise InputError(f"bounds must be two, (low, high), not {bounds!r}. {wanted}")
-    low, high = (np.asarray(end) for end in bounds)
+    low, high = map(np.asarray, bounds)
     for name, end in (("low", low), ("high", high)):
         if end.shape not in ((), (columns,)):
             numbers = "x".join(map(str, end.shape))
@@ -177,7 +177,7 @@ def table_with(
         table = table.drop_columns([column])
     table = table.append_column(column, pa.array(targets))
     if unit is not None:
-        table = table.append_column(UNIT, pa.array([str(name) for name in unit]))
+        table = table.append_column(UNIT, pa.array([*map(str, unit)]))
     declared = Label.model_validate({"column": column, **label})
     return from_dataframe(table, schema.model_copy(update={"label": declared}))
 

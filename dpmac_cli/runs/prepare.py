@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpmac_cli.config import checks
+from dpmac_cli.config import findings
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.config.networks import (
@@ -129,7 +129,7 @@ def prepare(
     private_notes: tuple[str, ...] = ()
     data = data or read_again(plan)
     if isinstance(data, Dataset):
-        private_notes = checks.private_notes(plan, data.notes)
+        private_notes = findings.private_notes(plan, data.notes)
         data = on_device(data, device, plan.facts.records)
     data = data.computed_in(dtype_of(model))
     uncounted = None
@@ -196,7 +196,7 @@ def read_again(plan: Plan) -> Dataset:
             f"{facts.typed} changed while it was being read ({before} training and test records "
             f"before, {now} now). Run the command again once nothing writes to it."
         )
-    raise_errors(checks.tested_twice(plan.settings, facts, data.notes))
+    raise_errors(findings.tested_twice(plan.settings, facts, data.notes))
     return data
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config import checks
+from dpmac_cli.config import checks, findings
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.defaults import recipe_notes
 from dpmac_cli.config.facts import published_facts
@@ -46,7 +46,7 @@ class Resolved:
         """
         if self.data is None:
             return ()
-        return tuple(map(as_keywords, checks.private_notes(self.plan, self.data.notes)))
+        return tuple(map(as_keywords, findings.private_notes(self.plan, self.data.notes)))
 
 
 def resolve(
@@ -56,6 +56,7 @@ def resolve(
     earlier: tuple[TrainingEvent, ...] = (),
     data: "Dataset | None" = None,
     noise: TrainingEvent | None = None,
+    ranged: bool = False,
     **keywords: Any,
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
@@ -71,6 +72,7 @@ def resolve(
         earlier: events on the same records, which a target epsilon must cover too.
         data: your own dataset, if it was read before; None to read it.
         noise: event of a run that has begun, whose noise it has; None for that of the settings.
+        ranged: whether ranges of columns were found by an earlier part of the run.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``. They take
             precedence over ``settings``.
 
@@ -88,8 +90,8 @@ def resolve(
         facts, faults = published_facts(chosen.dataset, chosen.unit), list[str]()
     else:
         data = data or _read(chosen)
-        facts, faults = data.facts, [*checks.tested_twice(chosen, data.facts, data.notes)]
-    planned = plan(chosen, facts, earlier=earlier, noise=noise, of_records=faults)
+        facts, faults = data.facts, [*findings.tested_twice(chosen, data.facts, data.notes)]
+    planned = plan(chosen, facts, earlier=earlier, noise=noise, ranged=ranged, of_records=faults)
     typed = [name for name in SETTINGS if is_given(flags.get(name))]
     notes = checks.notes(planned, typed)
     return Resolved(planned, notes, tuple(recipe_notes(chosen, facts)), data)

@@ -79,11 +79,6 @@ class Inherited:
         return None if self.elsewhere else self.account
 
     @property
-    def has_ranges(self) -> bool:
-        """Return whether the run has ranges of columns, which it does not pay for again."""
-        return self.saved is not None and bool(self.saved.ranges)
-
-    @property
     def histogram(self) -> NoisyHistogram | None:
         """Return the histogram that the same run has, which it does not pay for again.
 
@@ -258,7 +253,7 @@ def _ledger(plan: Plan, before: Inherited) -> Ledger:
         base=before.base,
         begun=before.base,
         score=plan.score,
-        ranges=() if before.has_ranges else plan.ranges,
+        ranges=() if plan.ranged else plan.ranges,
         histogram=None if before.histogram is not None else plan.histogram,
         earlier=before.earlier,
         target=plan.settings.epsilon,
@@ -364,7 +359,7 @@ def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Resolved, Inherit
         raise InputError(damaged)
     _check_changes(run, recorded, changes)
     _check_config(run, config_file(recorded, account.event))
-    resolved = _with_noise_of(account.event, changes, recorded)
+    resolved = _resolved(saved, account.event, changes, recorded)
     plan = resolved.plan
     if plan.private != account.event.noisy:
         raise InputError(damaged)
@@ -386,17 +381,21 @@ def _continued(run: Path, changes: Mapping[str, Any]) -> tuple[Resolved, Inherit
     return replace(resolved, plan=plan.placed(run)), inherited
 
 
-def _with_noise_of(
-    event: TrainingEvent, changes: Mapping[str, Any], recorded: Mapping[str, Any]
+def _resolved(
+    saved: checkpoint.Checkpoint,
+    event: TrainingEvent,
+    changes: Mapping[str, Any],
+    recorded: Mapping[str, Any],
 ) -> Resolved:
-    """Return the plan of a run that continues, with the noise of its event as it began.
+    """Return the plan of a run that continues, with its ranges and the noise of its event.
 
     A resumed run keeps to the epsilon that it was calibrated for. In another folder it may have
     other steps, so it has that noise, or another that is given, and no target.
     """
+    ranged = bool(saved.ranges)
     if changes.get("out") is None:
-        return resolve(changes, recorded, noise=event)
-    return resolve(changes, with_noise(recorded, event))
+        return resolve(changes, recorded, noise=event, ranged=ranged)
+    return resolve(changes, with_noise(recorded, event), ranged=ranged)
 
 
 def _check_changes(run: Path, before: Mapping[str, Any], changes: Mapping[str, Any]) -> None:

@@ -373,7 +373,7 @@ def reason(code: int, errors: str) -> str:
     'no such file'
     """
     if code < 0:
-        return f"its process died (signal {-code}). If memory ran out, use fewer --jobs."
+        return f"its process died (signal {-code}). If memory ran out, use fewer jobs."
     if code == INTERRUPTED:
         return "its process was asked to stop. Run the same command to resume it."
     message = list[str]()

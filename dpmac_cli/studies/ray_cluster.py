@@ -131,12 +131,12 @@ class _TaskJob:
             reason: str | None = ray.get(self._task)
         except RayError as failure:
             lost = str(failure).strip().rpartition("\n")[2]
-            return f"its process died ({lost}). If memory ran out, use fewer --jobs."
+            return f"its process died ({lost}). If memory ran out, use fewer jobs."
         if reason is not None or _appears(self._run):
             return reason
         return (
-            f"its folder {self._run.folder} is not visible here. Set --out to a folder on shared "
-            "storage."
+            f"its folder {self._run.folder} is not visible here. Use a folder of the study on "
+            "shared storage."
         )
 
 

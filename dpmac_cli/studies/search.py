@@ -16,8 +16,8 @@ from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.accounting.statements import cost_in_words, format_epsilon
-from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.defaults import EPSILON
+from dpmac_cli.config.findings import private_notes
 from dpmac_cli.config.flags import Fields, Flags, flag_name, is_switch, kind_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import GROUPS, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials

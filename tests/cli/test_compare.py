@@ -444,7 +444,7 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path) -> None
 
 
 def test_reasons_of_failures_are_those_that_the_command_said() -> None:
-    assert reason(-9, "") == "its process died (signal 9). If memory ran out, use fewer --jobs."
+    assert reason(-9, "") == "its process died (signal 9). If memory ran out, use fewer jobs."
     assert reason(2, "a warning\nerror: one\nsecond line\nerror: two\n") == "one\nsecond line\ntwo"
     assert reason(1, "Traceback\nKeyError: 'a'\n") == "KeyError: 'a'"
     assert reason(7, "") == "its process ended with exit code 7."

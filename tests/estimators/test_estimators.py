@@ -56,7 +56,8 @@ def test_a_fit_says_what_it_guarantees() -> None:
 def test_classes_that_are_found_in_the_labels_are_said_to_be() -> None:
     found, declared = (classifier(**more).fit(X, Y) for more in ({}, {"classes": ["low", "high"]}))
     assert found.report_["data"]["taken_from_records"] == ["classes"]
-    assert any(note.startswith("Classes of") for note in found.notes_)
+    [note] = [note for note in found.notes_ if note.startswith("Classes were taken")]
+    assert note.endswith("Declare them to avoid that: classes=['high', 'low']")
     assert declared.report_["data"]["taken_from_records"] == []
     assert [*declared.classes_] == ["low", "high"]
     with pytest.raises(InputError, match=r"y has 1 label that is not in classes=\["):
