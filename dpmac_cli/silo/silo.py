@@ -8,7 +8,7 @@ released is counted, and a request that is repeated gets the reply that was writ
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
-from dpmac_cli.dp.clipping.batches import Batch, map_rows
-from dpmac_cli.dp.copies import copied, without_memory
 from dpmac_cli.errors import BudgetError, DpmacError, InputError
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.trial_samples import BatchLoss, device_of
+from dpmac_cli.models.trial_samples import BatchLoss
 from dpmac_cli.randomness.sampling import BatchSampling
 from dpmac_cli.silo.claims import Claim
+from dpmac_cli.silo.records import LossOfRecord, WeightsOfRecord, used_by
 from dpmac_cli.silo.rounds import (
     ACCOUNT,
     ANSWERED,
@@ -89,8 +88,9 @@ class Silo:
             reply = silo.round(run, number, weights, seen=begun)
 
     Every step is in an account on disk before a record is read. All records are read and checked
-    when the silo is created, and the loss of each is computed, so that none makes a round fail; one
-    that cannot be read later adds nothing, so that no reply depends on whether it can.
+    when a silo is created in a new folder, and the loss of each is computed, so that none makes a
+    round fail; one that cannot be read later adds nothing, so that no reply depends on whether it
+    can. Without ``example``, the first record is read whenever a silo is created.
 
     Args:
         folder: folder of this silo's rounds and account, of these records alone. It must not be
@@ -153,12 +153,14 @@ class Silo:
         self._network, self._sampling, self._steps = network, sampling, steps
         self._shared = account
         weigh = settings.get("weights")
-        use = _used_by(network, loss, weigh)
+        # In a folder that has begun they were checked. What fails later may not show in a reply.
+        begun = (self.folder / ROUNDS).exists()
+        use = None if begun else used_by(network, loss, weigh)
         self._records = Checked(records, settings.get("example"), sampling.n, use)
-        self._loss = _LossOfRecord(loss)
+        self._loss = LossOfRecord(loss)
         self._options = {**settings, "example": self._records.example}
         if weigh is not None:
-            self._options["weights"] = _WeightsOfRecord(weigh)
+            self._options["weights"] = WeightsOfRecord(weigh)
         self._settings = dict[str, Any]()
         for name, value in settings.items():
             if isinstance(value, str | int | float):
@@ -477,48 +479,6 @@ class Silo:
             with path.open("a", encoding="utf-8") as file:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 file.write(f"{now} {type(failure).__name__}: {failure}\n")
-
-
-def _used_by(
-    network: nn.Module, loss: BatchLoss, weigh: Callable[[Any], Tensor] | None
-) -> Callable[[Batch], None]:
-    """Return a function that computes loss and weight of a record, with copies for this one."""
-    device = device_of(network)
-
-    def use(row: Batch) -> None:
-        moved = map_rows(lambda t: t.to(device), row)
-        model = copied(network, network.parameters())
-        without_memory(loss, "The loss")(model, moved)
-        if weigh is not None:
-            without_memory(weigh, "weights")(moved)
-
-    return use
-
-
-class _LossOfRecord(nn.Module):
-    """Loss of a :class:`.Checked` record: NaN for one that could not be used.
-
-    It has the loss of the program as an attribute, so that it is validated, compared and copied for
-    each record with it.
-    """
-
-    def __init__(self, loss: BatchLoss) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        losses: Tensor = self.loss(model, batch["record"]) * batch["used"]
-        return losses
-
-
-@dataclass(frozen=True)
-class _WeightsOfRecord:
-    """Weights of a :class:`.Checked` record, by the function of a program."""
-
-    weigh: Callable[[Any], Tensor]
-
-    def __call__(self, batch: Any) -> Tensor:
-        return self.weigh(batch["record"])
 
 
 def _parameters(network: nn.Module) -> dict[str, Tensor]:

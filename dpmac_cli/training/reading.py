@@ -375,7 +375,8 @@ class Checked:
         example: public example of its records, as for a ``PrivateStep``; None without.
         size: number of records that it must have.
         use: function of a batch of one record, which fails if the network, or a function of the
-            program, cannot be run on it.
+            program, cannot be run on it; None for records that were checked before, none of which
+            is read then. Without ``example``, the first one is.
 
     Attributes:
         example: the public example with its factors, in the form of the records; None without.
@@ -387,7 +388,11 @@ class Checked:
     """
 
     def __init__(
-        self, dataset: Any, example: Batch | None, size: int, use: Callable[[Batch], object]
+        self,
+        dataset: Any,
+        example: Batch | None,
+        size: int,
+        use: Callable[[Batch], object] | None,
     ) -> None:
         if size_of(dataset) != size:
             raise InputError(
@@ -395,14 +400,10 @@ class Checked:
             )
         check_copies(dataset)
         self._records = OneByOne(dataset, default_collate, secrets.token_bytes(KEY_BYTES))
-        row = first_row(self._records)
-        self._like = Structure.of(row if example is None else example)
-        for number in range(size):
-            record = self._row(number)
-            if isinstance(record, Fault):
-                raise InputError(f"Record {number}: {record.why}")
-            _check_use(use, number, record)
-        check_reread(self._records, probes(size))
+        row = first_row(self._records) if example is None else example
+        self._like = Structure.of(row)
+        if use is not None:
+            self._check(use)
         self.example: Batch | None = None
         if example is not None:
             self.example = {"record": example, "used": torch.ones(len(tensors_in(example)[0]))}
@@ -412,6 +413,16 @@ class Checked:
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self._records.dataset)
+
+    def _check(self, use: Callable[[Batch], object]) -> None:
+        """Raise InputError for a record that cannot be used, or differs when it is read again."""
+        size = len(self)
+        for number in range(size):
+            record = self._row(number)
+            if isinstance(record, Fault):
+                raise InputError(f"Record {number}: {record.why}")
+            _check_use(use, number, record)
+        check_reread(self._records, probes(size))
 
     def _row(self, number: int) -> Batch | Fault:
         """Return a record as a batch of one row in the shape of the others, or its fault."""

@@ -598,6 +598,16 @@ def test_a_reply_goes_out_whatever_a_record_does(folder: Path, at: int) -> None:
 
 
 @pytest.mark.promise("silo")
+def test_a_silo_that_is_opened_for_each_round_replies_whatever_a_record_does(folder: Path) -> None:
+    """A client creates one for each message."""
+    ask(folder, 1)
+    patients = Patients(CHANGES["raises"])
+    with silo(folder, patients) as opened:
+        weights = opened.round("run", 2, start()).weights
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+@pytest.mark.promise("silo")
 @pytest.mark.parametrize("change", ["shape", "type", "nothing", "raises"])
 def test_records_are_checked_when_a_silo_is_created(folder: Path, change: str) -> None:
     with pytest.raises(InputError, match="Record 7"):
