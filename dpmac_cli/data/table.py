@@ -6,7 +6,7 @@ to drop it. Then each cell is read by itself, as its column declares, in these s
 1. The file is opened and its cells become columns of pyarrow, text for a CSV (``table_file.py``).
 2. Cells become numbers (``table_cells.py``), and numbers become inputs and targets
    (``table_inputs.py``).
-3. Records that cannot be used are an error, or with ``skip_bad`` left out.
+3. Records that cannot be used are an error, or with ``skip_bad`` left out (``table_rows.py``).
 
 Nothing is guessed from the records: neither types, nor decimal signs, nor categories.
 """
@@ -27,13 +27,13 @@ from dpmac_cli.data.row_text import keys_of
 from dpmac_cli.data.table_cells import BoolArray, decoded_cells, is_one_of, text_cells
 from dpmac_cli.data.table_file import OpenedTable
 from dpmac_cli.data.table_inputs import (
-    TableRows,
     declared_by,
     inputs_in,
     records_in,
     targets_of,
     units_of_column,
 )
+from dpmac_cli.data.table_rows import TableRows
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import is_labelled

@@ -20,7 +20,7 @@ from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.hugging_face import is_hugging_face
 from dpmac_cli.data.memory import check_memory
 from dpmac_cli.data.table_cells import plain_cells, schema_type
-from dpmac_cli.data.table_inputs import TableRows, names_of_texts
+from dpmac_cli.data.table_rows import TableRows, names_of_texts
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.units import unit_name
 from dpmac_cli.data.values import NOT_TEXT, text_of
