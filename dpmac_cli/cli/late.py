@@ -22,7 +22,7 @@ __all__ = (
     "resolve",
     "run",
     "scoring",
-    "table",
+    "table_file",
     "training",
     "tune",
     "workers",
@@ -30,7 +30,7 @@ __all__ = (
 
 if TYPE_CHECKING:
     from dpmac_cli.cli import display
-    from dpmac_cli.data import cache, csv_file, kinds, table
+    from dpmac_cli.data import cache, csv_file, kinds, table_file
     from dpmac_cli.release import attack, audit, report, run, scoring
     from dpmac_cli.release import train as training
     from dpmac_cli.runs import environment, folder, resolve, workers
@@ -52,6 +52,6 @@ else:
     run = OnFirstUse("dpmac_cli.release.run")
     scoring = OnFirstUse("dpmac_cli.release.scoring")
     training = OnFirstUse("dpmac_cli.release.train")
-    table = OnFirstUse("dpmac_cli.data.table")
+    table_file = OnFirstUse("dpmac_cli.data.table_file")
     tune = OnFirstUse("dpmac_cli.studies.tune")
     workers = OnFirstUse("dpmac_cli.runs.workers")

@@ -196,7 +196,7 @@ def schema(
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    columns = late.table.column_kinds(late.csv_file.CsvFile(file, encoding))
+    columns = late.table_file.column_kinds(late.csv_file.CsvFile(file, encoding))
     declared = {"date": date, "boolean": boolean, "text": text}
     raise_errors(_faults_of_columns({"label": label, "drop": drop, **declared}, columns, file))
     if kinds and text:

@@ -11,7 +11,7 @@ from dpmac_cli.config.facts import InMemoryData, in_memory
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.kinds import schema_of_kinds
 from dpmac_cli.data.reader import Reading, as_array, register_reader
-from dpmac_cli.data.table import table_of
+from dpmac_cli.data.table_file import table_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.tasks.task import is_labelled

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.data.dataset import Split
@@ -84,9 +85,22 @@ def fingerprint(*splits: Split) -> str:
     digest = hashlib.sha256()
     for split in splits:
         for array in (split.x, split.y):
-            digest.update(f"torch.{array.dtype}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
+            for part in hashed_parts(array):
+                digest.update(part)
     return digest.hexdigest()
+
+
+def hashed_parts(array: NDArray[Any]) -> tuple[bytes, memoryview]:
+    """Return the parts of an array that a fingerprint is of: type and shape as text, and values.
+
+    Args:
+        array: records or targets, shape (records, ...).
+
+    Example:
+        >>> hashed_parts(np.zeros((2, 3), np.uint8))[0]
+        b'torch.uint8(2, 3)'
+    """
+    return f"torch.{array.dtype}{array.shape}".encode(), np.ascontiguousarray(array).data
 
 
 def _digits() -> list[Split]:

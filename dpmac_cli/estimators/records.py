@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import InMemoryData, first_of
 from dpmac_cli.data.column_schema import Label
 from dpmac_cli.data.in_memory import ArrayData, from_dataframe
-from dpmac_cli.data.table import table_of
+from dpmac_cli.data.table_file import table_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 

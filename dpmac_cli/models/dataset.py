@@ -16,6 +16,7 @@ from dpmac_cli.config.records import Records
 from dpmac_cli.data import dataset as data
 from dpmac_cli.data.cache import Rows
 from dpmac_cli.data.dataset import Crafted, TrainAndTest
+from dpmac_cli.data.published import hashed_parts
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.features.texts import example_of
@@ -267,9 +268,10 @@ def fingerprint(*splits: Split) -> str:
     digest = hashlib.sha256()
     for split in splits:
         digest.update(split.sha256.encode())
-        for tensor in (split.images, split.labels) if split.file is None else (split.labels,):
-            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().numpy().data)
+        tensors = [split.labels] if split.file is not None else [split.images, split.labels]
+        for tensor in tensors:
+            for part in hashed_parts(tensor.cpu().numpy()):
+                digest.update(part)
     return digest.hexdigest()
 
 
