@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich import progress
 from typer.testing import CliRunner
 
 from dpmac_cli import __version__
+from dpmac_cli.cli import console
 from dpmac_cli.cli.app import COMMANDS, app, load_command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.networks import MODELS
@@ -144,3 +146,11 @@ def test_env_tries_the_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, single, double = printed().splitlines()
     assert single == "  float32: none"
     assert double.startswith("  float64: On this device, ")
+
+
+def test_a_bar_that_is_not_shown_ends_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich is older than 14.3, it would."""
+    ended = list[progress.Progress]()
+    monkeypatch.setattr(progress.Progress, "stop", ended.append)
+    console.bar(console=console.stdout()).stop()
+    assert not ended
