@@ -298,6 +298,7 @@ def test_what_cannot_be_private_is_refused_with_a_reason() -> None:
         classifier().predict(X)
 
 
+@pytest.mark.promise("estimators")
 def test_a_seed_repeats_a_fit_and_is_said() -> None:
     one, other = (classifier(random_state=7).fit(X, Y) for _ in range(2))
     assert (one.predict_proba(X) == other.predict_proba(X)).all()
