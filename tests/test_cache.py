@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from dpmac_cli import files
+from dpmac_cli import files, from_dataframe, train
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.data import image_folder
 from dpmac_cli.data.cache import (
@@ -84,6 +85,23 @@ def features_of(cache: Path) -> tuple[int, Tensor]:
     parts, data = work()
     found = featured(parts, data, {}, cache)
     return Counted.seen - PROBED, found.train.images[0]
+
+
+@pytest.mark.promise("search")
+@pytest.mark.parametrize("most", [dataset.IN_MEMORY, 0], ids=["in memory", "in a file"])
+def test_inputs_that_follow_from_ranges_of_a_run_are_not_kept(
+    most: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial of a search has ranges of its own, so files would tell how many there were."""
+    monkeypatch.setattr(dataset, "IN_MEMORY", most)
+    draws = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": draws.uniform(0, 9, 600)})
+    frame["y"] = np.where(frame["a"] > 4, "many", "few")
+    numbers = from_dataframe(frame, label="y", kinds={"a": "number"}, classes=["few", "many"])
+    run = train(dataset=numbers, epsilon=8, epochs=3, device="cpu", out=tmp_path / "run")
+    assert run.report["data"]["ranges"]
+    assert run.report["scores"]["accuracy"]["value"] > 0.8
+    assert kept_files(cache) == []
 
 
 @pytest.mark.promise("facts")

@@ -233,6 +233,22 @@ def test_units_are_exact(unit: Any) -> None:
 
 
 @pytest.mark.promise("unit")
+@pytest.mark.parametrize(("kind", "limit"), [("float32", 2**24), ("float16", 2**11)])
+def test_units_have_the_precision_of_their_column(kind: str, limit: int) -> None:
+    """A value is decoded as a float of Python, which seems exact."""
+    of = {**pictures().features, "person": Value(kind)}
+    for first, is_exact in ((0, True), (limit - 10, False)):
+        persons = np.arange(first, first + COUNT).astype(kind).tolist()
+        data = Dataset({**pictures()._columns, "person": persons}, of)
+        if is_exact:
+            facts = records(data, unit="person").facts
+            assert facts.train_size + facts.test_size == COUNT
+            continue
+        with pytest.raises(InputError, match="no whole number that its type stores exactly"):
+            records(data, unit="person")
+
+
+@pytest.mark.promise("unit")
 def test_units_are_those_of_a_column() -> None:
     of = {**pictures().features, "person": Value("string")}
     persons = [f"p{row // 3}" for row in range(COUNT)]

@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,7 @@ from dpmac_cli.config.facts import DataFacts
 from dpmac_cli.data.dataset import Declaration
 from dpmac_cli.data.image_folder import _white
 from dpmac_cli.data.table_schema import schema_of
-from dpmac_cli.data.units import units_in
+from dpmac_cli.data.units import NO_NAME, UNUSABLE, units_in
 from dpmac_cli.runs.resolve import resolve
 from tests.helpers import declared, inspect, load, records_of
 from tests.test_every_reader import Listed, seen
@@ -258,6 +259,10 @@ def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
     assert facts.train_size + facts.test_size == 200
     with pytest.raises(InputError, match="no whole number"):
         facts_of(pa.array([n + 0.5 for n in range(20)]))
+    halves = np.arange(2000, 2100).astype(np.float16)
+    assert len(set(halves.tolist())) == 75
+    with pytest.raises(InputError, match="no whole number"):
+        facts_of(pa.array(halves))
 
 
 @pytest.mark.promise("reading")
@@ -326,16 +331,23 @@ def test_names_of_units_do_not_depend_on_a_type_that_they_had_in_between() -> No
         "1e5",
         "1.50",
         "a.0",
+        "Nat",
         "9007199254740993.0",
+        "1.23457E+15",
+        "1,2e+16",
+        "p1\0",
     ]
-    names = ["17", "17", "17", "-3", "4", "017", "1e5", "1.50", "a.0", ""]
+    names = ["17", "17", "17", "-3", "4", "017", "1e5", "1.50", "a.0", "Nat", "", "", "", ""]
     found, faults = units_in(texts)
     assert found.tolist() == names
-    assert list(faults) == [9]
+    assert list(faults) == [10, 11, 12, 13]
+    assert set(faults.values()) == {UNUSABLE}
     values: list[Any] = [17, 17.0, np.float32(17), Decimal("17.00"), b"17", np.int8(17), " 17 "]
     assert set(units_in(values)[0].tolist()) == {"17"}
     unknown: list[Any] = [None, float("nan"), "NA", "", np.float32(2**24), 0.5, float("inf"), []]
     assert len(units_in(unknown)[1]) == len(unknown)
+    assert set(units_in([None, pd.NA, pd.NaT, np.nan])[1].values()) == {NO_NAME}
+    assert set(units_in([uuid4(), (1, 2), b"\xff"])[1].values()) == {UNUSABLE}
 
 
 def floats() -> list[Any]:

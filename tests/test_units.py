@@ -326,7 +326,9 @@ def pictures(*names: str) -> Path:
 
 
 @pytest.mark.promise("unit")
-@pytest.mark.parametrize("word", ["-", "?", "n/a", "k.A.", "Unknown", "unbekannt", "keine Angabe"])
+@pytest.mark.parametrize(
+    "word", ["-", "?", "n/a", "<NA>", "NaT", "k.A.", "Unknown", "unbekannt", "keine Angabe"]
+)
 def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word: str) -> None:
     """Records of unknown persons do not become one person, in tables, arrays or folders."""
     names, faults = units_in(["p1", word, f" {word} ", "p2"])

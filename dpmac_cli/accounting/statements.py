@@ -21,7 +21,8 @@ NO_BOUND = (
 SEED_GIVEN = (
     "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
     "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
-    "holds only against those who do not know the seed."
+    "holds only against those who do not know the seed, and for one run alone: two runs with it "
+    "share their noise, which cancels in their difference."
 )
 
 

@@ -30,6 +30,8 @@ from dpmac_cli.tasks.task import is_labelled
 #: Names of columns of labels that do not name their classes.
 LABELS = ("label", "labels")
 TEXTS = ("string", "large_string")
+#: Floats that merge whole numbers which floats of Python, as values are decoded, tell apart.
+NARROW = ("float16", "float32")
 LEAVE_OUT = "Leave them out with dataset.select([...])."
 SELECT = "Keep one with dataset.select_columns([...])"
 
@@ -89,10 +91,24 @@ def read_hugging_face(declared: Declaration) -> Reading:
         if label is not None:
             arrays[f"y{side}"] = as_array(list(_values(split, label)), label)
         if unit is not None:
-            arrays[f"unit{side}"] = np.fromiter(_values(split, unit), object, len(split))
+            arrays[f"unit{side}"] = _units_of(split, unit)
     if label is not None and getattr(features[label], "names", None):
         arrays[CLASSES] = np.array(features[label].names)
     return Reading(arrays, converted=has_images)
+
+
+def _units_of(split: Any, column: str) -> NDArray[np.object_]:
+    """Return the unit of each record, shape (records,).
+
+    Args:
+        split: records of one split.
+        column: name of the column of units.
+    """
+    values = _values(split, column)
+    kind = getattr(split.features[column], "dtype", None)
+    if kind in NARROW:
+        values = map(np.dtype(kind).type, values)
+    return np.fromiter(values, object, len(split))
 
 
 def _splits(dataset: Any, name: str) -> list[Any]:

@@ -36,12 +36,18 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
 
     Raises:
         InputError: numpy cannot convert it; or it is a list of images of several types, because
-            one of floats would make numbers of all.
+            one of floats would make numbers of all; or it has masked values, because an array has
+            what is under the mask.
 
     Example:
         >>> as_array([1, 2], "y").dtype.kind, as_array(["1", 2], "y").dtype.kind
         ('i', 'O')
     """
+    if np.ma.is_masked(values):
+        raise InputError(
+            f"{name} has masked values, and an array has what is under the mask. Leave these "
+            "records out."
+        )
     items = values if isinstance(values, list | tuple) else ()
     has_texts = any(isinstance(item, str) for item in items)
     try:

@@ -250,6 +250,8 @@ def text_cells(cells: pa.Array) -> pa.Array:
     Returns:
         text without blanks around it, null where a cell is.
     """
+    if pa.types.is_float16(cells.type):
+        cells = cells.cast(pa.float32())  # in which pyarrow computes
     text = cells.cast(pa.string())
     if pa.types.is_floating(cells.type):
         is_whole = compute.equal(compute.floor(cells), cells)

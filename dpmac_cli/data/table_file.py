@@ -83,7 +83,7 @@ class OpenedTable:
             table, broken = self._table((*used, *others), skip_bad)
             cells = {}
             for name in (*used, *others):
-                cells[name] = _as_read(table[name].combine_chunks())
+                cells[name] = plain_cells(table[name].combine_chunks())
         except Exception as failure:  # its parsers raise whatever a damaged file leads to
             raise _damaged(self.path, failure) from failure
         faults = []
@@ -258,11 +258,3 @@ def _unreadable(path: Path, failure: Exception) -> InputError:
     first, _, _ = str(failure).strip().partition("\n")
     why = first.rstrip(".") or type(failure).__name__
     return InputError(f"{path} cannot be read as a table: {why}.")
-
-
-def _as_read(cells: pa.Array) -> pa.Array:
-    """Return a column without a dictionary, and floats in a type that pyarrow computes with."""
-    cells = plain_cells(cells)
-    if pa.types.is_float16(cells.type):
-        return cells.cast(pa.float32())
-    return cells

@@ -12,11 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 from dpmac_cli.data.values import FLOATS, MISSING, NOT_TEXT, Faults, is_exact, text_of
 
 Indices = NDArray[np.int64]
-#: Names of units that stand for nobody in particular. Records of unknown persons must not become
-#: those of one person, so these are missing in all data.
-_NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE)
+#: Names of units that stand for nobody in particular, also as pandas prints them. Records of
+#: unknown persons must not become those of one person, so these are missing in all data.
+_NOBODY = re.compile(
+    r"[\W_]+|<na>|(?-i:NaT)|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE
+)
 #: A whole number as a column of floats is printed, such as 17.0.
 _PRINTED = re.compile(r"([-+]?\d+)\.0*")
+#: A number as a spreadsheet or a float rounds it, such as 1.23457E+15.
+_ROUNDED = re.compile(r"[-+]?\d+([.,]\d*)?e\+\d+", re.IGNORECASE)
+#: Arrays of text drop it at the end, so that "p1" and "p1\0" would be one unit.
+_NUL = "\0"
 #: Said of units that are no exact whole number or text.
 UNUSABLE = "has a unit that is no whole number that its type stores exactly (write units as text)"
 NO_NAME = "has no unit"
@@ -138,6 +144,8 @@ def unit_name(value: Any) -> str:
     if isinstance(value, FLOATS) and not is_exact(value):
         return "" if value != value else NOT_TEXT  # noqa: PLR0124  (NaN)
     name = (text_of(value) or "").strip()
+    if NOT_TEXT in name or _NUL in name or _ROUNDED.fullmatch(name):
+        return NOT_TEXT
     printed = _PRINTED.fullmatch(name)
     if printed:
         digits = printed[1]

@@ -52,7 +52,8 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if not isinstance(value, KNOWN):
-        return None if value is None else NOT_TEXT
+        is_missing = value is None or type(value).__name__ == "NAType"  # of pandas
+        return None if is_missing else NOT_TEXT
     if value != value:  # noqa: PLR0124  (NaN)
         return None
     if isinstance(value, bool | np.bool_):

@@ -50,6 +50,10 @@ NO_WEIGHTS = (
     "epsilon does not cover that. Use class_weight= with public weights of the classes, or "
     "weights= of dpmac_cli.make_private with a public function of a record."
 )
+SEEDED_BUDGET = (
+    "random_state= with budget=: fits with one seed share their noise, which cancels in their "
+    "difference, and a budget adds up costs of independent noise. Leave random_state= out."
+)
 NO_SHARES = (
     'class_weight="balanced" needs the shares of the classes, which are private if they are '
     "counted in y. Declare what is known of them, a share for every label: "
@@ -81,7 +85,8 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             classes, or the range of the numbers to predict, where these are not given.
         kinds: instead of a schema, the kind of each column of a frame by its name.
         budget: what all fits on the same records may cost together; None for each by itself.
-        random_state: seed, for reproducible fits: there is no privacy against who knows it.
+        random_state: seed, for reproducible fits: there is no privacy against who knows it, and
+            two fits with it share their noise. A budget refuses it.
     """
 
     epsilon: float | None = None
@@ -168,7 +173,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         return self
 
     def _check_budget(self, budget: Any) -> None:
-        """Raise InputError for what is not a budget, and for fits that none can pay."""
+        """Raise InputError for what is not a budget, and for fits whose costs it cannot add up."""
         if not isinstance(budget, Budget):
             raise InputError(
                 f"budget={budget!r} is not a Budget, which counts all fits on the same records. "
@@ -176,6 +181,8 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             )
         if self.no_dp:
             raise InputError("budget= is for private fits: leave it out, or no_dp=True.")
+        if self.random_state is not None:
+            raise InputError(SEEDED_BUDGET)
 
     def _predictions(self, X: Any, **settings: Any) -> Predictions:
         """Return predictions of new records. Raises NotFittedError before a fit."""

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from dpmac_cli.config.facts import InMemoryData, first_of
 from dpmac_cli.data.column_schema import Label
 from dpmac_cli.data.in_memory import ArrayData, from_dataframe
+from dpmac_cli.data.reader import as_array
 from dpmac_cli.data.table_file import table_of
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
+from dpmac_cli.data.units import unit_name
 from dpmac_cli.errors import InputError
 
 #: Column of the unit of privacy that is added to a frame, and of the target.
@@ -28,8 +30,13 @@ NO_BOUNDS = (
 #: ValueError, as scikit-learn expects it.
 NOT_FINITE = (
     "X contains NaN or infinity. In rows of numbers, fill missing values with a public constant: "
-    "private_pipeline(SimpleImputer(strategy='constant', fill_value=0), estimator). Other imputers "
-    "learn from the records. In a data frame with kinds= or schema=, missing values may stay."
+    "private_pipeline(SimpleImputer(strategy='constant', fill_value=0, keep_empty_features=True), "
+    "estimator). Other imputers learn from the records. In a data frame with kinds= or schema=, "
+    "missing values may stay."
+)
+TESTED = (
+    "schema: test: says which records are to test on, and a fit trains on all of its records. "
+    "Leave test: out, list its column under drop:, and pass the records to train on alone."
 )
 
 
@@ -170,6 +177,9 @@ def table_with(
         label: what a schema declares of the targets, without their column.
         schema: declares the columns of the frame.
         unit: unit of privacy of each record; None if each is one.
+
+    Raises:
+        InputError: there is not one unit for each record.
     """
     table = table_of(frame)
     column = TARGET if schema.label is None else schema.label.column
@@ -177,9 +187,28 @@ def table_with(
         table = table.drop_columns([column])
     table = table.append_column(column, pa.array(targets))
     if unit is not None:
-        table = table.append_column(UNIT, pa.array([*map(str, unit)]))
+        table = table.append_column(UNIT, _names_of(unit, len(table)))
     declared = Label.model_validate({"column": column, **label})
     return from_dataframe(table, schema.model_copy(update={"label": declared}))
+
+
+def _names_of(unit: Any, records: int) -> pa.Array:
+    """Return the names of units as a column, in which the reader of tables finds those missing.
+
+    Args:
+        unit: unit of privacy of each record, shape (records,).
+        records: number of records.
+
+    Raises:
+        InputError: there is not one for each record.
+    """
+    units = as_array(unit, "unit")
+    if units.shape != (records,):
+        raise InputError(
+            f"unit must give the unit of each of the {records} records, as integers or text, not "
+            f"{units.dtype} of shape {units.shape}."
+        )
+    return pa.array(map(unit_name, units), pa.string())
 
 
 def schema_from(
@@ -187,15 +216,19 @@ def schema_from(
 ) -> TableSchema:
     """Return the schema of a frame: as given, or from the kinds of all columns by their names.
 
-    Raises InputError if neither or both are given, or one is invalid.
+    Raises InputError if neither or both are given, or one is invalid or declares test records.
     """
     if (schema is None) == (kinds is None):
         raise InputError(
             "A data frame needs its columns declared: schema= with a file or the contents of one, "
             'or kinds={"age": "number", "job": "category"} with the kind of each column.'
         )
-    if isinstance(schema, str | Path):
-        return read_schema(Path(schema))
     if kinds is not None:
         schema = {"columns": {name: {"type": kind} for name, kind in kinds.items()}}
-    return schema_of(schema, "schema")
+    if isinstance(schema, str | Path):
+        declared = read_schema(Path(schema))
+    else:
+        declared = schema_of(schema, "schema")
+    if declared.test is not None:
+        raise InputError(TESTED)
+    return declared

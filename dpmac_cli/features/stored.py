@@ -31,7 +31,14 @@ SEPARATELY = 512
 PROBED = 16
 
 
-def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path) -> Data:
+def featured(
+    parts: FrozenFeatures,
+    data: Data,
+    settings: Mapping[str, Any],
+    folder: Path,
+    *,
+    keep: bool = True,
+) -> Data:
     """Return a dataset with the features of every record in place of the records.
 
     Features are read from the cache, or computed and stored there, which reports progress. They
@@ -44,6 +51,7 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
         settings: JSON values of everything else that features depend on besides weights and
             records. They are part of the name of the stored file.
         folder: the cache's folder. Its files are as private as the records.
+        keep: whether the file stays there. Otherwise it has no name once it is open.
 
     Raises:
         ModelError: a program's function of features mixes records, or fails.
@@ -56,13 +64,17 @@ def featured(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], fol
         if isinstance(tried.frozen, OneByOne):
             tried.frozen.check(probed)
         like = tried.features(probed).cpu().numpy()
+        # One that is not kept is of this run alone: another could remove it before it is open.
+        name = _key(parts, data, like, settings) if keep else secrets.token_hex(32)
         file = kept_file(
-            folder / f"{_key(parts, data, like, settings)}{WHOLE}",
+            folder / f"{name}{WHOLE}",
             sum(map(len, data.splits)),
             like.shape[1:],
             like.dtype,
             lambda: _computed(parts, data, folder),
         )
+    if not keep:
+        file.path.unlink()
     return _featured(file, data)
 
 

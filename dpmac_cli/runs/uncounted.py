@@ -39,7 +39,7 @@ class Uncounted:
         network: the whole network, whose inputs need the ranges.
         data: the rows.
         plan: plan of the run, which has the events.
-        cache: folder of the inputs, which depend on the ranges of this run.
+        cache: folder of the inputs while they are computed.
     """
 
     network: FrozenFeatures
@@ -96,12 +96,16 @@ class Uncounted:
     def prepared(self, task: Task) -> Data:
         """Return the inputs of all rows under the ranges that the network has now.
 
+        They are not kept: no other run has these ranges, and files in the cache would tell how many
+        trials a search had, which is secret.
+
         Args:
             task: the task, whose targets the data gets.
         """
         self.network.separate = True
         known = self.data.predicting(task)
-        return featured(self.network, known, settings_of_features(self.plan), self.cache)
+        settings = settings_of_features(self.plan)
+        return featured(self.network, known, settings, self.cache, keep=False)
 
     def _narrowed(
         self,

@@ -115,6 +115,18 @@ def test_a_budget_books_all_events_of_a_fit_or_none() -> None:
 
 
 @pytest.mark.promise("budget")
+@pytest.mark.parametrize("seed", [0, 7, np.random.RandomState(0)], ids=["0", "7", "generator"])
+def test_fits_that_would_share_their_noise_are_no_fits_of_a_budget(seed: Any) -> None:
+    """Their difference has no noise, and a clone has the same seed or generator."""
+    budget = Budget(3)
+    seeded = classifier(budget=budget, random_state=seed)
+    for estimator in (seeded, clone(seeded)):
+        with pytest.raises(InputError, match=r"share their noise.*Leave random_state= out"):
+            estimator.fit(X, Y)
+    assert budget.events == ()
+
+
+@pytest.mark.promise("budget")
 def test_threads_book_every_fit() -> None:
     budget = Budget(5)
     with joblib.parallel_config(backend="threading"):

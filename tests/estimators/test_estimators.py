@@ -200,6 +200,69 @@ def test_a_unit_protects_all_of_its_records() -> None:
     assert framed.report_["data"]["train_size"] == RECORDS // 4
 
 
+def ids() -> pd.Series:
+    """A unit for each record, two of which are unknown."""
+    numbers = pd.Series(np.arange(RECORDS)).astype("Int64")
+    numbers[:2] = pd.NA
+    return numbers
+
+
+#: Units of which some merge persons, and why they are refused.
+MERGED: dict[str, tuple[Any, str]] = {
+    "Int64": (ids(), "no unit"),
+    "string": (ids().astype("string"), "no unit"),
+    "objects": (ids().astype(object), "no unit"),
+    "text": ([f"{name}" for name in ids()], "no unit"),
+    "None": ([None, *range(1, RECORDS)], "no unit"),
+    "NaN": ([np.nan, *range(1, RECORDS)], "no unit"),
+    "NaT": (pd.Series([pd.NaT, *range(1, RECORDS)]), "no unit"),
+    "NaT as text": (["NaT", *map(str, range(1, RECORDS))], "no unit"),
+    "masked": (np.ma.masked_less(np.arange(RECORDS), 2), "masked values"),
+    "float64": (1e16 + np.arange(RECORDS), "no whole number that its type stores exactly"),
+    "float32": (pd.Series(2.0**24 + np.arange(RECORDS), dtype="float32"), "no whole number"),
+    "Float32": (pd.Series(2.0**24 + np.arange(RECORDS), dtype="Float32"), "no whole number"),
+    "rows": (np.arange(RECORDS)[:, None], "unit must give the unit of each of the 240 records"),
+    "short": (np.arange(3), "unit must give the unit of each of the 240 records"),
+}
+
+
+@pytest.mark.promise("unit")
+@pytest.mark.parametrize("how", MERGED)
+@pytest.mark.parametrize("framed", [True, False], ids=["frame", "rows"])
+def test_records_of_unknown_or_merged_persons_are_refused(how: str, framed: bool) -> None:
+    """Persons who share a unit are clipped as one, so removing one moves the sum by up to 2."""
+    unit, why = MERGED[how]
+    estimator = PrivateClassifier(epsilon=8, kinds=KINDS, **SHORT) if framed else classifier()
+    with pytest.raises(InputError, match=why):
+        estimator.fit(frame() if framed else X, Y, unit=unit)
+
+
+@pytest.mark.promise("unit")
+def test_a_unit_is_one_whatever_type_its_name_has() -> None:
+    persons = np.arange(RECORDS) // 4
+    for unit in (
+        persons.astype(np.float32),
+        pd.Series(persons, dtype="Int64"),
+        [*map(str, persons)],
+    ):
+        fitted = PrivateClassifier(epsilon=8, kinds=KINDS, **SHORT).fit(frame(), Y, unit=unit)
+        assert fitted.report_["data"]["train_size"] == RECORDS // 4
+
+
+@pytest.mark.promise("estimators")
+def test_a_schema_with_test_records_is_refused() -> None:
+    """A fit would score them exactly, or train on what somebody keeps for testing."""
+    columns = {"age": {"range": [-4, 4]}, "job": {"categories": ["nurse", "clerk"]}}
+    tested = {"columns": columns, "test": {"column": "part", "values": ["test"]}}
+    parts = frame().assign(part=np.where(X[:, 2] > 2, "test", "train"))
+    with pytest.raises(InputError, match=r"trains on all of its records\. Leave test: out"):
+        PrivateClassifier(epsilon=8, schema=tested, **SHORT).fit(parts, Y)
+    dropped = {"columns": columns, "drop": ["part"]}
+    fitted = PrivateClassifier(epsilon=8, schema=dropped, **SHORT).fit(parts, Y)
+    assert fitted.report_["data"]["train_size"] == RECORDS
+    assert fitted.report_["scores"] is None
+
+
 def test_units_are_routed_through_pipelines_and_cross_validation() -> None:
     unit = np.arange(RECORDS) // 4
     with sklearn.config_context(enable_metadata_routing=True):
@@ -236,10 +299,11 @@ def test_what_cannot_be_private_is_refused_with_a_reason() -> None:
         classifier().predict(X)
 
 
+@pytest.mark.promise("estimators")
 def test_a_seed_repeats_a_fit_and_is_said() -> None:
     one, other = (classifier(random_state=7).fit(X, Y) for _ in range(2))
     assert (one.predict_proba(X) == other.predict_proba(X)).all()
-    assert "seed" in one.statement_
+    assert "for one run alone: two runs with it share their noise" in one.statement_
     assert "seed" not in classifier().fit(X, Y).statement_
 
 

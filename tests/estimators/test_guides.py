@@ -21,7 +21,7 @@ def test_the_programs_of_the_guide_from_scikit_learn_run_in_order(
         exec(compile(block, f"scikit-learn.md, example {number}", "exec"), names)
     printed = capsys.readouterr().out
     assert "above the budget of 2" in printed
-    assert "standardscaler: StandardScaler learns from the records" in printed
+    assert "standardscaler: StandardScaler can learn from the records" in printed
     assert names["budget"].spent > 2
     assert Path("digits-model/report.json").exists()
 
