@@ -20,7 +20,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs.resolve import resolve
-from dpmac_cli.training import chunks
+from dpmac_cli.training import data_sum
 from dpmac_cli.training.augmentation import views_of
 from tests.digits_runs import after, report_of
 from tests.helpers import (
@@ -132,7 +132,7 @@ def test_what_chooses_records_of_a_unit_does_not_augment_them(
         return views_of(images, words, kind)
 
     monkeypatch.setattr(Units, "records", noted)
-    monkeypatch.setattr(chunks, "views_of", augmented)
+    monkeypatch.setattr(data_sum, "views_of", augmented)
     plan = planned(unit="unit", records_per_unit=2, augmentations=2, augment="flip")
     added("dp-sgd", plan, in_units(), [0, 1])
     assert not np.isin(np.concatenate(chosen), np.concatenate(turned)).any()
