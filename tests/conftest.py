@@ -5,9 +5,11 @@ import functools
 import gc
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +19,14 @@ from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import as_flags
 from dpmac_cli.features.frozen import FrozenFeatures
-from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.release import prediction
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
 from dpmac_cli.studies import local, search
 from dpmac_cli.tasks import intervals
+from dpmac_cli.training import calibration
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
 from tests.promises import PROMISES
@@ -263,3 +267,25 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def studies_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train the runs of a study in this process; tests/cli/test_compare.py has real ones."""
     monkeypatch.setattr(local, "Command", Here)
+
+
+#: Records on which networks of published data are scored and calibrated, see :func:`few_to_score`.
+FEW = 100
+
+
+@pytest.fixture
+def few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score and calibrate on few records: on all of them a network of CIFAR-10 takes seconds."""
+    drawn_from = calibration.drawn_from
+
+    def scored(*args: Any) -> Data:
+        data = on_device(*args)
+        return replace(data, test=Split(data.tested.images[:FEW], data.tested.labels[:FEW]))
+
+    def calibrated(*args: Any) -> Split:
+        drawn = drawn_from(*args)
+        return drawn if drawn.units else drawn.taken(np.arange(min(len(drawn), FEW)))
+
+    monkeypatch.setattr(prepare, "on_device", scored)
+    monkeypatch.setattr(prediction, "on_device", scored)
+    monkeypatch.setattr(calibration, "drawn_from", calibrated)
