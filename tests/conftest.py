@@ -269,8 +269,9 @@ def studies_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "Command", Here)
 
 
-#: Records on which networks of published data are scored and calibrated, see :func:`few_to_score`.
-FEW = 100
+#: Records on which networks are scored and calibrated, more than digits has, see
+#: :func:`few_to_score`.
+FEW = 400
 
 
 @pytest.fixture
