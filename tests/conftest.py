@@ -36,6 +36,20 @@ OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
+#: Files with the tests that take longest. They begin first: at the end, a worker would be left alone
+#: with one of them.
+SLOW = (
+    "test_readme.py",
+    "test_attack.py",
+    "test_compare.py",
+    "test_kinks.py",
+    "test_library.py",
+    "test_recipes.py",
+    "test_registry.py",
+    "test_replaced.py",
+    "test_table_files.py",
+)
+
 LEFT_OUT = pytest.StashKey[int]()
 #: Tests of privacy promises that have no short case.
 LONG_ALONE = pytest.StashKey[set[str]]()
@@ -77,8 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     private = [item for item in items if item.get_closest_marker("promise")]
     short = {name_of(item) for item in private if not later_marks(item)}
     config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
-    # It takes minutes: at the end, a worker would be left alone with it.
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    items.sort(key=lambda item: item.path.name not in SLOW)
     named = any("::" in name for name in config.invocation_params.args)
     if config.getoption("--weekly") or named:
         return

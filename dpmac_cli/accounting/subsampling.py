@@ -82,7 +82,7 @@ def outputs_at(mechanism: Any, losses: Float64Array) -> Float64Array:
         mechanism: as for :func:`deltas_of`.
         losses: losses that outputs have, shape (losses,), which is that of the result.
     """
-    rate, sigma = mechanism.sampling_prob, mechanism._standard_deviation
+    rate, variance = mechanism.sampling_prob, mechanism._standard_deviation**2
     removed = _is_of_removal(mechanism)
     signed = losses if removed else -losses
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -90,9 +90,8 @@ def outputs_at(mechanism: Any, losses: Float64Array) -> Float64Array:
         whole = scaled + np.log1p(-np.exp(np.log(1 / rate - 1) - scaled))
     whole[signed == 0] = 0.0
     whole[np.isclose(signed, _extreme_loss(mechanism), rtol=CLOSE, atol=0.0)] = -math.inf
-    if removed:
-        return -0.5 - whole * sigma**2
-    return 1 + (-0.5 + whole * sigma**2)
+    outputs: Float64Array = -0.5 - whole * variance if removed else 1 + (-0.5 + whole * variance)
+    return outputs
 
 
 def _is_of_removal(mechanism: Any) -> bool:
