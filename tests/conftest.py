@@ -36,8 +36,8 @@ OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
-#: Files with the tests that take longest. They begin first: at the end, a worker would be left alone
-#: with one of them.
+#: Files with the tests that take longest. They begin first: at the end, a worker would be left
+#: alone with one of them.
 SLOW = (
     "test_readme.py",
     "test_attack.py",
