@@ -5,9 +5,11 @@ import functools
 import gc
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,19 +19,36 @@ from dpmac_cli.data import published
 from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import as_flags
 from dpmac_cli.features.frozen import FrozenFeatures
-from dpmac_cli.models.dataset import Data, Split
+from dpmac_cli.models.dataset import Data, Split, on_device
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.release import scoring
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
-from dpmac_cli.studies import search
+from dpmac_cli.studies import local, search
 from dpmac_cli.tasks import intervals
+from dpmac_cli.training import calibration
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
 from tests.promises import PROMISES
+from tests.typed import Here
 
 OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
+
+#: Files with the tests that take longest. They begin first: at the end, a worker would be left
+#: alone with one of them.
+SLOW = (
+    "test_readme.py",
+    "test_attack.py",
+    "test_compare.py",
+    "test_kinks.py",
+    "test_library.py",
+    "test_recipes.py",
+    "test_registry.py",
+    "test_replaced.py",
+    "test_table_files.py",
+)
 
 LEFT_OUT = pytest.StashKey[int]()
 #: Tests of privacy promises that have no short case.
@@ -72,8 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     private = [item for item in items if item.get_closest_marker("promise")]
     short = {name_of(item) for item in private if not later_marks(item)}
     config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
-    # It takes minutes: at the end, a worker would be left alone with it.
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    items.sort(key=lambda item: item.path.name not in SLOW)
     named = any("::" in name for name in config.invocation_params.args)
     if config.getoption("--weekly") or named:
         return
@@ -256,3 +274,32 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return data.replaced_by(map(split, data.splits))
 
     monkeypatch.setattr(prepare, "featured", featured)
+
+
+@pytest.fixture
+def studies_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train the runs of a study in this process; tests/cli/test_compare.py has real ones."""
+    monkeypatch.setattr(local, "Command", Here)
+
+
+#: Records on which networks are scored and calibrated, more than digits has, see
+#: :func:`few_to_score`.
+FEW = 400
+
+
+@pytest.fixture
+def few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score and calibrate on few records: on all of them a network of CIFAR-10 takes seconds."""
+    drawn_from = calibration.drawn_from
+
+    def scored(*args: Any) -> Data:
+        data = on_device(*args)
+        return replace(data, test=Split(data.tested.images[:FEW], data.tested.labels[:FEW]))
+
+    def calibrated(*args: Any) -> Split:
+        drawn = drawn_from(*args)
+        return drawn if drawn.units else drawn.taken(np.arange(min(len(drawn), FEW)))
+
+    monkeypatch.setattr(prepare, "on_device", scored)
+    monkeypatch.setattr(scoring, "on_device", scored)
+    monkeypatch.setattr(calibration, "drawn_from", calibrated)

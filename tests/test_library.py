@@ -261,6 +261,7 @@ def test_the_example_of_weights_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("studies_here")
 def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,11 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
@@ -25,13 +23,11 @@ from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import as_flags
-from dpmac_cli.models.dataset import Split
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import train_plan
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies.grid import plan as grid
 from dpmac_cli.studies.search import plan_search
-from tests.helpers import load_data
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"]
@@ -231,7 +227,7 @@ def by_name(file: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.real_data
-@pytest.mark.usefixtures("features_of_one")
+@pytest.mark.usefixtures("features_of_one", "few_to_score")
 @pytest.mark.parametrize("file", CONFIGS, ids=by_name)
 def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).plan
@@ -240,9 +236,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     assert f"dpmac train --recipe {file.stem}" in text
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
     flags |= {"batch_size": "2" if config.settings.augment else "64"}  # or a step takes minutes
-    data = load_data(config.facts.typed, real_data_dir, torch.device("cpu"))
-    some = Split(data.tested.images[:100], data.tested.labels[:100])
-    *_, last = train_plan(resolve(flags, file).plan, data=replace(data, test=some))
+    *_, last = train_plan(resolve(flags, file).plan)
     assert isinstance(last, Run)
     assert last.report["events"][0]["steps"] == 2
 

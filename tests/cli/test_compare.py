@@ -30,12 +30,13 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.release.plots import COLOURS
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.lock import locked
+from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Job, Look, carry_out, reason
 from tests.cli.test_faults import file_size_limit, unprivileged
 from tests.digits_runs import report_of
 from tests.test_card import page_of, pictures
-from tests.typed import ENVIRONMENT, dpmac, process
+from tests.typed import ENVIRONMENT, Here, dpmac, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
 SMALL = (
@@ -45,7 +46,7 @@ SMALL = (
 #: Two runs, where it does not matter which.
 PAIR = (*COMMON, *("--optimizers", "dp-macadam", "--seeds", "2", "--steps", "3"))
 LONG = (
-    *(*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "30"),
+    *(*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "12"),
     *("--checkpoint-every", "5"),
 )
 ONE, TWO = ("--jobs", "1"), ("--jobs", "2")
@@ -97,6 +98,7 @@ def wait_for_steps(out: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("studies_here")
 def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     out = tmp_path / "study"
     figure = tmp_path / "study.svg"
@@ -130,6 +132,7 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("studies_here")
 def test_runs_that_were_trained_by_their_commands_are_the_study_s(tmp_path: Path) -> None:
     """On a cluster without Ray, for example."""
     study = (*SMALL, "--out", str(tmp_path / "my study"))
@@ -225,6 +228,7 @@ def test_the_page_of_a_comparison_has_its_table_and_a_picture(
     assert COLOURS[4].lower() in {color.lower() for color in colors}
 
 
+@pytest.mark.usefixtures("studies_here")
 def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("")
     net = f"{tmp_path / 'net.py'}:Net"
@@ -357,7 +361,9 @@ def test_seeded_runs_on_two_workers_of_ray_are_those_trained_here(
 ) -> None:
     """To the last bit of every weight."""
     here, there = tmp_path / "here", tmp_path / "there"
-    completed(*PAIR, *ONE, "--out", str(here))
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(local, "Command", Here)
+        assert dpmac(*PAIR, *ONE, "--out", str(here)).exit_code == 0
     workers = ("--executor", "ray", "--cluster", cluster, *TWO)
     completed(*PAIR, *workers, "--out", str(there))
     models = sorted(path.relative_to(here) for path in here.glob("runs/*/model.safetensors"))
@@ -371,6 +377,7 @@ def test_seeded_runs_on_two_workers_of_ray_are_those_trained_here(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("studies_here")
 def test_a_full_disk_is_said_once_for_all_runs(tmp_path: Path) -> None:
     with file_size_limit() as limit:
         limit(3000)
