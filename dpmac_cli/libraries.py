@@ -20,7 +20,6 @@ __all__ = (
     "optimize",
     "pld_pmf",
     "privacy_loss_distribution",
-    "privacy_loss_mechanism",
     "rdp_privacy_accountant",
     "signal",
     "sklearn_datasets",
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     import tokenizers
     import torch
     import transformers
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution, privacy_loss_mechanism
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     from dp_accounting.rdp import rdp_privacy_accountant
     from matplotlib import figure as mpl_figure
     from scipy import fft, interpolate, optimize, signal, special, stats
@@ -88,7 +87,6 @@ else:
     optimize = OnFirstUse("scipy.optimize")
     pld_pmf = OnFirstUse("dp_accounting.pld.pld_pmf")
     privacy_loss_distribution = OnFirstUse("dp_accounting.pld.privacy_loss_distribution")
-    privacy_loss_mechanism = OnFirstUse("dp_accounting.pld.privacy_loss_mechanism")
     rdp_privacy_accountant = OnFirstUse("dp_accounting.rdp.rdp_privacy_accountant")
     signal = OnFirstUse("scipy.signal")
     sklearn_datasets = OnFirstUse("sklearn.datasets")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from dp_accounting import NoOpDpEvent
 from dp_accounting.pld import pld_privacy_accountant
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from numpy.typing import NDArray
 from scipy import fft, integrate, stats
 from scipy.optimize import brentq
@@ -21,7 +20,6 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
 from dpmac_cli.accounting.events import LEAST_NOISE, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.accounting.subsampling import deltas_of, sampled_gaussian
 from dpmac_cli.runs.resolve import resolve
 from tests.tiers import one_in, pairs_short, rest_long
 
@@ -265,34 +263,12 @@ def test_an_epoch_begun_costs_what_a_whole_one_does(sampler: str) -> None:
     assert total_epsilon(parts, DELTA) == price(24)
 
 
-@pytest.mark.parametrize("adjacency", [AdjacencyType.REMOVE, AdjacencyType.ADD])
-@pytest.mark.parametrize("sigma", [0.4, 1.1, 30.0])
-@pytest.mark.parametrize("rate", [1e-6, 0.01, 0.5, 0.999])
-def test_deltas_of_a_sampled_step_are_those_of_the_library(
-    rate: float, sigma: float, adjacency: AdjacencyType
-) -> None:
-    """At losses of both signs, at none, and at the extreme one and its neighbours."""
-    mechanism = GaussianPrivacyLoss(sigma, sampling_prob=rate, adjacency_type=adjacency)
-    extreme = math.log1p(-rate)
-    around = extreme * (1 + np.array([-0.1, -1e-4, -1e-12, 0, 1e-12, 1e-4, 0.1]))
-    epsilons = np.concatenate([np.linspace(-20, 20, 401), around, -around])
-    expected = mechanism.get_delta_for_epsilon(epsilons)
-    assert np.abs(deltas_of(mechanism, epsilons) - expected).max() < 1e-15
-
-
-def test_deltas_of_a_step_on_all_records_are_those_of_the_library() -> None:
-    mechanism = GaussianPrivacyLoss(1.5)
-    epsilons = np.linspace(-9, 9, 91)
-    expected = mechanism.get_delta_for_epsilon(epsilons)
-    assert np.abs(deltas_of(mechanism, epsilons) - expected).max() < 1e-15
-
-
 @pytest.mark.parametrize("steps", [9, 11, 100])
 def test_steps_composed_in_blocks_cost_what_they_cost_in_one(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Very many steps are: the rest that fills no block counts too."""
-    one = sampled_gaussian(0.1, 1.0, 1e-3)
+    one = accounting._sampled_gaussian(0.1, 1.0, 1e-3)
     plain = one.self_compose(steps).get_epsilon_for_delta(DELTA)
     monkeypatch.setattr(accounting, "BLOCK", 3)
     blocks = accounting._repeated(one, steps).get_epsilon_for_delta(DELTA)

@@ -23,9 +23,13 @@ from dpmac_cli.accounting.events import (
     by_records,
     merged,
 )
-from dpmac_cli.accounting.subsampling import sampled_gaussian
 from dpmac_cli.errors import InputError
-from dpmac_cli.libraries import dp_accounting, np, rdp_privacy_accountant
+from dpmac_cli.libraries import (
+    dp_accounting,
+    np,
+    privacy_loss_distribution,
+    rdp_privacy_accountant,
+)
 
 #: Accountants by name, with their method.
 ACCOUNTANTS: Mapping[str, str] = {"pld": "Connect-the-Dots", "rdp": "Renyi orders up to 1024"}
@@ -324,7 +328,7 @@ def _part(event: TrainingEvent, width: float) -> Any:
         steps = event.steps_per_epoch
         one = allocated_gaussian(steps, event.noise_multiplier, width)
     else:
-        one = sampled_gaussian(event.rate, event.noise_multiplier, width)
+        one = _sampled_gaussian(event.rate, event.noise_multiplier, width)
     return _repeated(one, event.compositions)
 
 
@@ -347,6 +351,13 @@ def _largest_loss(event: TrainingEvent) -> float:
     """Return the loss of one composition at 10 standard deviations; sigma is not small here."""
     sigma = event.noise_multiplier
     return math.log1p(event.rate * math.expm1(10 / sigma + 0.5 / sigma**2))
+
+
+@functools.lru_cache(maxsize=4)
+def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise_multiplier, sampling_prob=sampling_rate, value_discretization_interval=width
+    )
 
 
 def _repeated(pld: Any, times: int) -> Any:

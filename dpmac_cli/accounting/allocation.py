@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.events import LEAST_NOISE
-from dpmac_cli.accounting.subsampling import sampled_gaussian
 from dpmac_cli.libraries import (
     fft,
     np,
@@ -94,7 +93,9 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
         An object of dp-accounting. It is never worse than t = 1, the mechanism on all records.
     """
     if steps == 1 or noise_multiplier < LEAST_NOISE:
-        return sampled_gaussian(1.0, noise_multiplier, width)
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            noise_multiplier, value_discretization_interval=width
+        )
     ratios = likelihood_ratios(steps, noise_multiplier)
     largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # at 10 standard deviations
     most = math.ceil(largest / width)
