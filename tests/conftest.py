@@ -21,11 +21,12 @@ from dpmac_cli.models.dataset import Data, Split
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs import prepare
-from dpmac_cli.studies import search
+from dpmac_cli.studies import local, search
 from dpmac_cli.tasks import intervals
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
 from tests.promises import PROMISES
+from tests.typed import Here
 
 OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -256,3 +257,9 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return data.replaced_by(map(split, data.splits))
 
     monkeypatch.setattr(prepare, "featured", featured)
+
+
+@pytest.fixture
+def studies_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train the runs of a study in this process; tests/cli/test_compare.py has real ones."""
+    monkeypatch.setattr(local, "Command", Here)

@@ -52,6 +52,7 @@ RUN = "runs/mnist-dp-macadam-1"
 SHORTER = {
     "--epochs 10": "--steps 4",
     "--seeds 3": "--seeds 1",
+    "--seeds 5": "--seeds 1",
     "--recipe cifar10-de2022": "--recipe cifar10-de2022 --batch-size 16 --physical-batch 8",
     "--warmup-steps 20": "--warmup-steps 1",
     "--backbone minilm": "--backbone ./encoder",
@@ -152,7 +153,7 @@ def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() 
 
 @pytest.mark.long
 @pytest.mark.real_data
-@pytest.mark.usefixtures("features_of_one", "_few_to_score")
+@pytest.mark.usefixtures("features_of_one", "studies_here", "_few_to_score")
 @pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
 def test_every_command_of_readme_and_guides_runs(
     pages: tuple[Path, ...], tmp_path: Path, real_data_dir: Path, monkeypatch: pytest.MonkeyPatch
