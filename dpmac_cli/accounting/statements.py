@@ -19,9 +19,9 @@ NO_BOUND = (
     "as steps with too many records, are more likely than that. There is one at a larger delta."
 )
 SEED_GIVEN = (
-    "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
-    "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
-    "holds only against those who do not know the seed."
+    "Trained with a chosen seed, to be reproducible. There is no guarantee against anyone who "
+    "knows or guesses the seed, because they can compute the same noise and subtract it. The "
+    "guarantee holds only against those who do not know the seed."
 )
 
 

@@ -20,7 +20,7 @@ from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
-from dpmac_cli.accounting.statements import format_epsilon, meaning, unit_of
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, meaning, unit_of
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.cli.question import USED, Question, answer
@@ -43,7 +43,7 @@ BESIDE_A_RUN = (*OF_RUNS, "json", "debug")
 #: Values of a row that --json shows unchanged.
 IN_JSON = (
     *("statement", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs", "sampler"),
-    *("accountant", "compositions", "dataset_size", "batch_size", "solved"),
+    *("accountant", "compositions", "dataset_size", "batch_size", "solved", "seeded"),
 )
 #: Remedy for a path that is nothing that the command reads.
 READABLE = (
@@ -271,7 +271,8 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float
     rows = list[Row]()
     for accountant in USED[flags.accountant]:
         row = price(events, delta, accountant, unit, search)
-        rows.append(replace(row, dataset_size=data.train_size))
+        seeded = report.private and report.seeded
+        rows.append(replace(row, dataset_size=data.train_size, seeded=seeded))
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, epsilon_of(report.done, delta_of_run), delta_of_run
 
@@ -365,6 +366,8 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
     if len({row.epsilon for row in rows}) == 1:
         out.print(Text(rows[0].statement))
     else:
+        if rows[0].seeded:
+            out.print(Text(SEED_GIVEN))
         out.print(Text(meaning("epsilon", "delta", rows[0].unit)))
     if len(rows) == 1 and rows[0].risk is not None:
         _print_risk(out, rows[0].risk)
