@@ -368,6 +368,14 @@ def ranges(run: DescribedRun) -> Iterator[str]:
         )
 
 
+#: On a run that is booked in a budget with others; filled with what all of them cost.
+BOOKED = (
+    "Not covered by the epsilon of this run: it is one of several on the same records that a "
+    "budget counts. When it ended, all of them together cost {}. That is the privacy cost to "
+    "publish if this model or its settings were chosen by the others. It holds if the records of "
+    "each were chosen without regard to other records. Runs outside of the budget cost more."
+)
+
 # Answers after NIST SP 800-226 and "How to DP-fy ML".
 
 
@@ -383,8 +391,16 @@ def mechanism(run: DescribedRun) -> Iterator[str]:
 
 
 def tuning(run: DescribedRun) -> Iterator[str]:
-    """Say whether epsilon covers the choice of settings: only of a search that dpmac ran."""
-    if run.plan.search:
+    """Say whether epsilon covers the choice of settings: only of a search that dpmac ran.
+
+    Of a run that is booked in a budget with others, say what all of them cost.
+    """
+    budget = run.booked_with
+    if budget is not None:
+        together = statements.cost_in_words(budget.epsilon, budget.delta)
+        yield BOOKED.format(together)
+        yield from budget.on_choices
+    elif run.plan.search:
         yield (
             "Covered: epsilon includes the search for these settings, of which this model is the "
             "result. Other runs on the same records cost more."
