@@ -1,6 +1,7 @@
 """dpmac account, as typed and as seen."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
+from dpmac_cli.accounting.risk import percent
 from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon
 from tests.digits_runs import (
     RATE,
@@ -114,6 +116,19 @@ def test_an_answer_that_is_copied_stays_within_the_target(
     for answer in (repr(row[key]), shown):
         (again,) = answered(f"{line} --{solved} {answer}")
         assert again["epsilon"] <= 0.7
+
+
+@pytest.mark.promise("risk")
+@pytest.mark.parametrize("epsilon", [1, 8])
+def test_the_page_on_assessments_states_bounds_on_attacks(epsilon: int) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "assessment.md").read_text()
+    (row,) = answered(f"--epsilon {epsilon} --risk")
+    attack = row["risk"]["attacks"][0]
+    assert attack["false_positive_rate"] == 0.001
+    found = min(1.0, math.exp(epsilon) * 0.001 + row["delta"])  # by (epsilon, delta) alone
+    for share in (attack["posteriors"][-1], found / (found + 0.001)):
+        assert f" {percent(share)}" in page
+    assert f"`dpmac account --epsilon {epsilon} --risk`" in page
 
 
 # A run
