@@ -368,6 +368,17 @@ def ranges(run: DescribedRun) -> Iterator[str]:
         )
 
 
+#: On a run that ended before its plan, filled with what the plan costs, and on one of several
+#: parts: epsilon is for steps that were fixed beforehand.
+ENDED = (
+    "It ended before its last planned step. If that was decided after results of it were seen, the "
+    "privacy cost is that of all planned steps: {}."
+)
+CONTINUED = (
+    "It was trained in several parts. If the length or settings of one were chosen after results "
+    "of earlier ones were seen, their costs compose adaptively and epsilon is higher than stated: "
+    "Account.create(..., adaptive=True) counts trainings for which that is allowed."
+)
 #: On a run that is booked in a budget with others; filled with what all of them cost.
 BOOKED = (
     "Not covered by the epsilon of this run: it is one of several on the same records that a "
@@ -393,7 +404,8 @@ def mechanism(run: DescribedRun) -> Iterator[str]:
 def tuning(run: DescribedRun) -> Iterator[str]:
     """Say whether epsilon covers the choice of settings: only of a search that dpmac ran.
 
-    Of a run that is booked in a budget with others, say what all of them cost.
+    Of a run that is booked in a budget with others, say what all of them cost; of one that ended
+    before its plan or was continued, what that costs if it was decided by results.
     """
     budget = run.booked_with
     if budget is not None:
@@ -410,6 +422,12 @@ def tuning(run: DescribedRun) -> Iterator[str]:
             "Unknown to this run: epsilon covers this run only. If its settings were chosen by "
             "other runs on the same records, the total privacy cost is higher."
         )
+    account = run.spent
+    if account.remaining:
+        planned = account.cost(account.all_planned)
+        yield ENDED.format(statements.cost_in_words(planned, account.delta))
+    if account.before:
+        yield CONTINUED
 
 
 def data_domain(run: DescribedRun) -> Iterator[str]:
