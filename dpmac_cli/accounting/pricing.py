@@ -103,8 +103,9 @@ class Row:
 
     @property
     def compositions(self) -> int:
-        """Return the number of mechanisms on all records."""
-        return sum(event.compositions for event in self.trained)
+        """Return the number of mechanisms on the training records, also of counts and sums."""
+        on_training = (event for event in self.events if event.records == "training")
+        return sum(event.compositions for event in on_training)
 
 
 def price(

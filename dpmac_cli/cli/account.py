@@ -194,7 +194,8 @@ def _print_account(file: Path, *, as_json: bool) -> None:
         "epsilon": finite_or_none(kept.epsilon if events else 0.0),
         "target": kept.target,
         "delta": kept.delta,
-        "steps": sum(event.steps for event in events),
+        "steps": sum(event.steps for event in events if event.trains),
+        "counts_or_sums": sum(event.steps for event in events if not event.trains),
     }
     if file.name == ACCOUNT and (file.parent / ROUNDS_OF_SILO).exists():
         rounds = read_rounds(file.parent)
@@ -214,15 +215,17 @@ def _print_account(file: Path, *, as_json: bool) -> None:
     if kept.target is not None:
         difference = max(0.0, kept.target - (kept.epsilon if events else 0.0))
         use = _use_of_the_rest(kept, values.get("rounds_left"))
-        out.print(Text(f"  {'left':<14} {difference:.4g}{use}"))
-    for name in ("steps", "rounds", "lost_rounds"):
+        out.print(Text(f"  {'difference':<14} {difference:.4g}{use}"))
+    for name in ("steps", "counts_or_sums", "rounds", "lost_rounds"):
         if name in values:
             out.print(Text(f"  {name.replace('_', ' '):<14} {values[name]:,}"))
     out.print(Text(values["statement"]))
 
 
 def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
-    """Return what the rest of the budget allows, in words; "" for an account without events.
+    """Return what the rest of the budget allows, in words; "" for an account without steps.
+
+    Costs compose and do not add up, so the difference of two epsilons says little.
 
     Args:
         kept: an account on disk with a target.
@@ -230,10 +233,11 @@ def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
     """
     if rounds is not None:
         return f", for {counted(rounds, 'more round')}" if rounds else ": all rounds are taken"
-    if not kept.own:
+    steps = [event for event in kept.own if event.trains]
+    if not steps:
         return ""
     try:
-        kept.check(replace(kept.own[-1], steps=1))
+        kept.check(replace(steps[-1], steps=1))
     except BudgetError:
         return ", too little for another step like the last one"
     return ", enough for another step like the last one"
@@ -422,7 +426,7 @@ def _search(row: Row) -> str:
 
 
 def _histograms(row: Row) -> str:
-    """Return the number of histograms and the noise multiplier of each; "" for none."""
+    """Return the number of counts and sums, and the noise multiplier of each; "" for none."""
     noises = list[str]()
     for event in row.events:
         if event.histogram:
@@ -446,7 +450,7 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "trials": _search,
     f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
-    "histograms": _histograms,
+    "counts or sums": _histograms,
     "sampler": lambda row: row.sampler,
     "adjacency": lambda _: ADJACENCY,
     "accountant": lambda row: accountant_name(row.accountant),

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dpmac_cli import Account, TrainingEvent
 from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import histogram_event
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.app import app
 from tests.silo.hospital import ROUNDS, STEPS, ask, cost
@@ -32,12 +33,16 @@ def test_an_account_says_what_is_spent_and_left(tmp_path: Path) -> None:
     account.begin(EVENT)
     text = " ".join(printed(file).split())
     assert f"epsilon {format_epsilon(account.epsilon)} of 4 at delta 1e-05" in text
-    rest = f"left {4 - account.epsilon:.4g}, enough for another step like the last one steps 10"
-    assert rest in text
+    rest = f"difference {4 - account.epsilon:.4g}, enough for another step like the last one"
+    assert f"{rest} steps 10 counts or sums 0" in text
     assert account.statement in text
     found: dict[str, Any] = json.loads(printed(file, "--json"))
     assert (found["epsilon"], found["target"], found["steps"]) == (account.epsilon, 4, 10)
-    longest = affordable_steps(replace(EVENT, steps=10_000), 1e-5, 4)
+    account.begin(histogram_event(20.0))
+    found = json.loads(printed(file, "--json"))
+    assert (found["steps"], found["counts_or_sums"]) == (10, 1)
+    assert "enough for another step like the last one" in printed(file)
+    longest = affordable_steps(replace(EVENT, steps=10_000), 1e-5, 4, account.own[1:])
     account.begin(replace(EVENT, steps=longest - 10))
     assert ", too little for another step like the last one" in printed(file)
 
