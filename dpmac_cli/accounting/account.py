@@ -140,8 +140,8 @@ class Account(PlannedTraining):
             OSError: the file cannot be written.
         """
         accountants.check_arguments((), delta, 1.0 if epsilon is None else epsilon)
-        if delta == 0 or epsilon == math.inf:
-            raise InputError("delta must be above 0, and epsilon finite.")
+        if delta in (0, 1) or epsilon == math.inf:
+            raise InputError("delta must be above 0 and below 1, and epsilon finite.")
         if adaptive and epsilon is None:
             raise InputError("adaptive=True needs an epsilon, which is fixed beforehand.")
         order = order_for(epsilon, delta) if adaptive and epsilon is not None else None

@@ -277,7 +277,7 @@ def check_arguments(events: object, delta: object, epsilon: object = 1.0) -> Non
 
     Args:
         events: what must be a tuple of events.
-        delta: what must be a number from 0, where every epsilon is infinite, to below 1.
+        delta: what must be a number from 0, where every epsilon is infinite, to 1, where it is 0.
         epsilon: what must be a number above 0.
 
     Raises:
@@ -286,7 +286,7 @@ def check_arguments(events: object, delta: object, epsilon: object = 1.0) -> Non
     errors = list[str]()
     if not isinstance(events, tuple) or not all(isinstance(e, TrainingEvent) for e in events):
         errors.append(f"events must be a tuple, such as (TrainingEvent(...),), not {events!r}.")
-    if not _is_number(delta) or not 0 <= delta < 1:
+    if not _is_number(delta) or not 0 <= delta <= 1:
         errors.append(f"delta must be a number between 0 and 1, not {delta!r}.")
     if not _is_number(epsilon) or not epsilon > 0:
         errors.append(f"epsilon must be a number above 0, not {epsilon!r}.")

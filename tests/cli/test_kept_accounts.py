@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from dpmac_cli import Account, TrainingEvent
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import histogram_event
+from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.app import app
 from tests.silo.hospital import ROUNDS, STEPS, ask, cost
@@ -62,6 +63,31 @@ def test_the_folder_of_a_silo_says_which_rounds_were_lost(tmp_path: Path) -> Non
     assert ": all rounds are taken" in printed(folder)
 
 
+@pytest.mark.promise("risk")
+def test_the_risk_of_an_account_is_that_of_its_events(tmp_path: Path) -> None:
+    file = tmp_path / "records.json"
+    Account.create(file, delta=1e-5, epsilon=4).begin(EVENT)
+    expected = assess_risk((EVENT,), 1)
+    found = json.loads(printed(file, "--json", "--risk"))["risk"]
+    assert found["attacks"] == expected.values()["attacks"]
+    assert [delta for delta, _ in found["epsilons"]] == [1e-5, 1e-6]
+    text = printed(file, "--risk")
+    assert expected.statement in text
+    assert "1/n" not in text
+    adaptive = tmp_path / "adaptive.json"
+    Account.create(adaptive, delta=1e-5, epsilon=4, adaptive=True).begin(EVENT)
+    done = CliRunner().invoke(app, ["account", str(adaptive), "--risk"])
+    assert done.exit_code == 2
+    assert "dpmac account --epsilon 4 --risk" in done.output
+
+
+def test_several_runs_are_added_up_in_python() -> None:
+    done = CliRunner().invoke(app, ["account", "a", "b"])
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
+    assert "total_epsilon((*load('a').events, *load('b').events), delta)" in text
+
+
 def test_a_folder_without_an_account_is_said_to_be_what_it_is(tmp_path: Path) -> None:
     silo, empty = tmp_path / "silo", tmp_path / "empty"
     ask(silo, 1)
@@ -80,10 +106,9 @@ def test_a_folder_without_an_account_is_said_to_be_what_it_is(tmp_path: Path) ->
 def test_an_account_takes_no_flags_of_runs(tmp_path: Path) -> None:
     file = tmp_path / "records.json"
     Account.create(file, delta=1e-5)
-    done = CliRunner().invoke(app, ["account", str(file), "--delta", "1e-6", "--risk"])
+    done = CliRunner().invoke(app, ["account", str(file), "--delta", "1e-6"])
     assert done.exit_code == 2
     assert "--delta is for runs" in done.output
-    assert "--risk is for runs" in done.output
     file.write_text(file.read_text().replace("1e-05", "1e-06"))
     done = CliRunner().invoke(app, ["account", str(file)])
     assert done.exit_code == 2
