@@ -16,10 +16,12 @@ import safetensors.numpy
 from scipy.stats import norm
 
 from dpmac_cli import train
+from dpmac_cli.accounting.risk import percent
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import attack, membership
 from dpmac_cli.release.attack import Recipe
+from dpmac_cli.release.report import read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
@@ -97,7 +99,18 @@ def test_no_figure_of_an_attack_is_anywhere_but_in_its_file(run: Path) -> None:
     assert {path: after[path] for path in before} == before
     for text in (shown.stdout, shown.stderr, *(str(log) for log in before.values())):
         assert not [figure for figure in figures if figure.rstrip("0") in text]
-    assert f"{bounds[0]['true_positive_rate']:.2%}" in shown.stdout  # which may be published
+    assert percent(bounds[0]["true_positive_rate"]) in shown.stdout  # which may be published
+
+
+@pytest.mark.promise("said")
+def test_the_bounds_that_are_printed_are_of_all_that_the_run_released(tmp_path: Path) -> None:
+    counted = {"calibration": "histogram"}  # which the attack leaves out
+    run = trained(tmp_path / "run", table(200), schema(), sigma=3, epochs=1, **counted)
+    report = read_report(run)
+    assert len(report.events) > len(report.training)
+    assert report.risk is not None
+    shown = dpmac("eval", run, "--attack", "--runs", "4")
+    assert f"at most {percent(report.risk.stated)} of members found" in shown.stdout
 
 
 @pytest.mark.promise("attack")

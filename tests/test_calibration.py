@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from dpmac_cli.accounting.calibration import (
     calibrate_search,
     longest_run,
 )
-from dpmac_cli.accounting.events import MOST_STEPS, SAMPLERS, SIGMA_MAX, TrainingEvent, score_event
+from dpmac_cli.accounting.events import (
+    MOST_STEPS,
+    SAMPLERS,
+    SIGMA_MAX,
+    TrainingEvent,
+    histogram_event,
+    score_event,
+)
+from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
@@ -34,6 +43,42 @@ PRICED = (*((name, "pld") for name in SAMPLERS), ("poisson", "rdp"))
 def digits(sampler: str = "poisson", sigma: float = 0.0, steps: int = 24) -> TrainingEvent:
     """Epochs of 12 steps, two unless told otherwise."""
     return TrainingEvent(DIGITS_RATE, sigma, steps, sampler, 12)
+
+
+@pytest.mark.parametrize("number", [math.nan, "a", -1, 2.0])
+def test_what_no_delta_can_be_is_refused(number: Any) -> None:
+    event = digits(sigma=1.0)
+    solvers = (partial(calibrate_noise, target=1.0), partial(longest_run, budget=1.0))
+    for cost in (total_epsilon, *solvers):
+        events: Any = (event,) if cost is total_epsilon else event
+        with pytest.raises(InputError, match=r"^delta must be a number between 0 and 1, not "):
+            cost(events, number)
+
+
+@pytest.mark.parametrize("number", [math.nan, "3", 0, -1])
+def test_what_no_epsilon_can_be_is_refused(number: Any) -> None:
+    for solve in (calibrate_noise, longest_run):
+        with pytest.raises(InputError, match=r"^epsilon must be a number above 0, not "):
+            solve(digits(sigma=1.0), DELTA, number)
+
+
+def test_what_no_events_can_be_is_refused() -> None:
+    event = digits(sigma=1.0)
+    wrong: tuple[Any, ...] = ([event], event, "text", (event, "text"), ("text",))
+    for events in wrong:
+        with pytest.raises(InputError, match=r"^events must be a tuple"):
+            total_epsilon(events, DELTA)
+    for records in (0, -1, math.nan):
+        with pytest.raises(InputError, match="dataset_size must be at least 1"):
+            assess_risk((event,), records)
+
+
+def test_a_target_below_the_cost_of_counts_is_too_small() -> None:
+    counts = (histogram_event(SIGMA_MAX),)
+    with pytest.raises(BudgetError, match="too small: noisy counts of the records alone cost"):
+        calibrate_noise(digits(), DELTA, 1e-9, earlier=counts)
+    with pytest.raises(BudgetError, match="is spent: earlier training costs"):
+        calibrate_noise(digits(), DELTA, 1e-9, earlier=(*counts, digits(sigma=9.0)))
 
 
 # The noise.

@@ -266,6 +266,19 @@ def test_a_seeded_run_resumed_into_another_folder_is_seeded() -> None:
 
 
 @pytest.mark.promise("said")
+@pytest.mark.promise("said")
+def test_a_card_says_whether_the_run_may_be_published(finished: Run) -> None:
+    exact = cells(card(finished.folder))["security"]
+    assert exact.startswith("Report, card and model may be published if exact test scores may:")
+    covered = train_digits(cover_scores=True)
+    assert cells(card(covered.folder))["security"].startswith(
+        "Report, card and model may be published. So"
+    )
+    audited = train_digits(canaries=10, out="audited")
+    assert "must not be published" in cells(card(audited.folder))["security"]
+    assert "may be published" not in card(audited.folder)
+
+
 def test_a_baseline_says_so_in_its_first_line() -> None:
     text = card(train_digits(no_dp=True, seed=SEED).folder)
     assert "- no-privacy\n" in text

@@ -535,9 +535,11 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
         assert "The 22 runs, 2 of them not finished and counted in full, use the same" in text
-        assert (
-            "Publish at most one of them" in text
-        )  # what one seed draws for one, it draws for all
+        # What one seed draws for one, it draws for all.
+        assert "So no epsilon bounds anything learnt from all of them" in text
+        assert "Publish at most one of them. Drawn independently, all would cost" in text
+        assert "Test scores are exact, and not covered by any epsilon." in text
+        assert "costs epsilon" not in text
         assert "know the seeds" in text
         assert "paired two-sided t-test" in text
     finished = as_markdown(comparison(*CELLS[:2]))
@@ -552,6 +554,7 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     alike = as_markdown(comparison(shown("dp-sgd", 1.0, 0.9, 0.9)))
     assert "in total" in alike
     assert "Publish at most one" not in alike
+    assert "learnt from all of them, such as which is best, costs epsilon" in alike
     baseline = comparison(shown("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)

@@ -495,7 +495,9 @@ def test_an_account_prices_the_counts_beforehand(table: Path) -> None:
 def test_an_account_has_a_switch_for_ranges() -> None:
     flags = ["account", "--dataset-size", "5000", "--batch-size", "5000", "--steps", "80", "--json"]
     [row] = json.loads(dpmac(*flags, "--epsilon", "1", "--ranges").stdout)["rows"]
-    assert row["statement"].count("1 histogram with noise multiplier") == 3
+    assert "and 4 noisy counts or sums of training records with noise mult" in row["statement"]
+    assert "histogram" not in row["statement"]
+    assert (row["steps"], row["compositions"]) == (80, 84)
     assert row["epsilon"] <= 1
     shown = dpmac(*flags[:-1], "--sigma", "35", "--ranges").stdout
     assert "3, with noise multipliers" in shown
@@ -520,6 +522,13 @@ def test_an_account_has_switches_for_all_counts_of_a_run(tmp_path: Path) -> None
     [row] = json.loads(dpmac(*flags, "--ranges", "--target-range").stdout)["rows"]
     assert row["epsilon"] == cost
     assert "no setting --scale" in dpmac(*flags, "--scale", "private").stderr
+    run |= {"epsilon": 1.0, "scale": "declared", "delta": delta}
+    target = [*flags[:7], "--epsilon", "1", *flags[9:]]
+    for more in ({}, {"calibration": "none"}, {"calibration": "histogram"}):
+        event = resolve({**run, **more}).plan.event
+        typed = [word for name, value in more.items() for word in (f"--{name}", value)]
+        [row] = json.loads(dpmac(*target, *typed).stdout)["rows"]
+        assert row["noise_multiplier"] == event.noise_multiplier
 
 
 def test_noise_that_was_given_keeps_its_epsilon_and_the_counts_add_to_it(table: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from jsonschema import Draft202012Validator
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
@@ -26,7 +27,16 @@ from dpmac_cli.release.report import read_report
 from dpmac_cli.release.run import Run
 from dpmac_cli.runs.ledger import done
 from dpmac_cli.runs.resolve import resolve
-from tests.digits_runs import RATE, SIGMA, metrics_of, report_of, train_digits
+from tests.digits_runs import (
+    RATE,
+    SIGMA,
+    after,
+    digits_config,
+    metrics_of,
+    report_of,
+    train_digits,
+    train_events,
+)
 from tests.typed import dpmac
 
 
@@ -103,6 +113,26 @@ def test_a_given_seed_is_admitted_and_not_told() -> None:
     run = train_digits(seed=918273645).folder
     for name in ("report.json", "config.yaml", "model.safetensors"):
         assert b"918273645" not in (run / name).read_bytes()
+
+
+@pytest.mark.promise("said")
+def test_a_run_that_ended_early_or_was_continued_says_what_a_choice_costs() -> None:
+    train_events(digits_config(out="early", steps=9), after(5))
+    planned = format_epsilon(total_epsilon((TrainingEvent(RATE, SIGMA, 9),), 1e-5))
+    resume("early", out="longer", steps=7, sigma=8)
+    train_digits(out="whole")
+    for name, ended, continued in (
+        ("early", True, False),
+        ("longer", False, True),
+        ("whole", False, False),
+    ):
+        card = Path(name, "model-card.md").read_text()
+        for text in (report_of(name)["sentences"]["tuning"], card):
+            cost = (
+                f"the privacy cost is that of all planned steps: epsilon {planned} at delta 1e-05"
+            )
+            assert (cost in text) is ended
+            assert ("their costs compose adaptively" in text) is continued
 
 
 # Read again.

@@ -161,6 +161,10 @@ def test_epsilons_beside_the_risk_are_at_the_deltas_that_are_named() -> None:
 # The edges.
 
 
+def test_one_record_has_a_delta_of_one() -> None:
+    assert assess_risk((POISSON,), 1).epsilons[-1] == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("others", [(), (POISSON,)])
 def test_without_noise_nothing_is_ruled_out(others: Sequence[TrainingEvent]) -> None:
     found = assess_risk((*others, TrainingEvent(0.1, 0.0, 1)), 1000)

@@ -1,6 +1,7 @@
 """An account on disk counts what has begun in every process, before it begins."""
 
 import copy
+import math
 import multiprocessing
 import pickle
 import shutil
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -151,8 +153,9 @@ def test_an_account_is_created_once(file: Path) -> None:
     with pytest.raises(InputError, match="must not be replaced"):
         Account.create(file, delta=DELTA)
     assert Account.open(file).events == (OTHER,)
-    for delta, epsilon in ((0.0, 1.0), (1.0, 1.0), (DELTA, 0.0)):
-        with pytest.raises(InputError, match="delta must be between"):
+    refused: Any = ((0.0, 1.0), (1.0, 1.0), (DELTA, 0.0), ("a", 1.0), (DELTA, math.nan))
+    for delta, epsilon in refused:
+        with pytest.raises(InputError, match=r"(delta|epsilon) must be"):
             Account.create(file.parent / "new.json", delta=delta, epsilon=epsilon)
 
 

@@ -143,6 +143,15 @@ def test_an_earlier_trial_may_win(trained: Trainer) -> None:
     assert_only_the_winner_is_left(0.57721566)
 
 
+@pytest.mark.promise("said")
+def test_a_search_without_a_result_says_what_it_cost(trained: Trainer) -> None:
+    trained.scores = [None] * 3
+    searched = space()
+    cost = f"the search cost epsilon {format_epsilon(searched.epsilon)} at delta"
+    with pytest.raises(RunError, match=rf"diverged, so it has no model.*{cost}"):
+        carry_out_search(searched)
+
+
 def test_nothing_else_is_visible_while_it_goes_on(
     trained: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

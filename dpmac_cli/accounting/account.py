@@ -4,8 +4,7 @@ Whatever uses private records begins an event here first: a step of a training, 
 other mechanism. :meth:`Account.begin` counts it, or raises BudgetError if it would exceed the
 budget, and then nothing may be read. A copy of an account is the same account.
 
-An account of records that several trainings use, also in several processes, is on disk: see
-:meth:`Account.create` and :meth:`Account.open`.
+Several trainings and processes share one on disk: :meth:`Account.create`, :meth:`Account.open`.
 """
 
 import math
@@ -20,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
+from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.account_file import AccountFile, locked, read_account, read_again
 from dpmac_cli.accounting.accountants import COARSE, epsilon_at_order, order_for, total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
@@ -139,8 +139,9 @@ class Account(PlannedTraining):
             InputError: the file exists, or a number is not possible.
             OSError: the file cannot be written.
         """
-        if not 0 < delta < 1 or not (epsilon is None or 0 < epsilon < math.inf):
-            raise InputError("delta must be between 0 and 1, and epsilon above 0.")
+        accountants.check_arguments((), delta, 1.0 if epsilon is None else epsilon)
+        if delta in (0, 1) or epsilon == math.inf:
+            raise InputError("delta must be above 0 and below 1, and epsilon finite.")
         if adaptive and epsilon is None:
             raise InputError("adaptive=True needs an epsilon, which is fixed beforehand.")
         order = order_for(epsilon, delta) if adaptive and epsilon is not None else None
@@ -176,8 +177,7 @@ class Account(PlannedTraining):
         Steps of the planned training add up to one event, which counts whole epochs. Any other
         event is composed as it is, and one that is begun twice counts twice.
 
-        An account on disk may be of several splits of the records into training and test records,
-        so the costs of both add up there.
+        An account on disk may be of several splits of records: there, costs of both parts add up.
 
         Args:
             event: the event.

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 from dpmac_cli.accounting.allocation import allocated_gaussian
 from dpmac_cli.accounting.events import (
@@ -23,7 +24,7 @@ from dpmac_cli.accounting.events import (
     by_records,
     merged,
 )
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.libraries import (
     dp_accounting,
     np,
@@ -134,7 +135,9 @@ def total_epsilon(
     """Return epsilon of several trainings on the same records, in any order.
 
     For events on training and on test records, it is the larger of the two costs. Events must be
-    fixed before any of their results is seen; for others see :func:`epsilon_at_order`.
+    fixed before any of their results is seen; for others see :func:`epsilon_at_order`. All must
+    protect the same unit: an event does not know it, and costs of a record and of a person with all
+    of theirs cannot be added.
 
     >>> event = TrainingEvent(sampling_rate=0.01, noise_multiplier=1.0, steps=1000)
     >>> round(total_epsilon((event,), delta=1e-5), 3)
@@ -147,8 +150,10 @@ def total_epsilon(
         widest: widest grid to which losses may be rounded up.
 
     Raises:
-        InputError: there is no such accountant, or a noise multiplier is not supported.
+        InputError: there is no such accountant, a noise multiplier is not supported, or see
+            :func:`check_arguments`.
     """
+    check_arguments(events, delta)
     return _priced(events, delta, accountant, widest)[0]
 
 
@@ -263,6 +268,33 @@ def _only_errors(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def check_arguments(events: object, delta: object, epsilon: object = 1.0) -> None:
+    """Reject arguments of a privacy cost that are of another type, or no possible number.
+
+    A comparison with NaN is never true, so a cost of NaN would exceed no budget.
+
+    Args:
+        events: what must be a tuple of events.
+        delta: what must be a number from 0, where every epsilon is infinite, to 1, where it is 0.
+        epsilon: what must be a number above 0.
+
+    Raises:
+        InputError: lists what is not.
+    """
+    errors = list[str]()
+    if not isinstance(events, tuple) or not all(isinstance(e, TrainingEvent) for e in events):
+        errors.append(f"events must be a tuple, such as (TrainingEvent(...),), not {events!r}.")
+    if not _is_number(delta) or not 0 <= delta <= 1:
+        errors.append(f"delta must be a number between 0 and 1, not {delta!r}.")
+    if not _is_number(epsilon) or not epsilon > 0:
+        errors.append(f"epsilon must be a number above 0, not {epsilon!r}.")
+    raise_errors(errors)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real)  # also one of NumPy
 
 
 def check_noise(events: Sequence[TrainingEvent]) -> None:

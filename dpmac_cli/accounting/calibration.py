@@ -64,12 +64,14 @@ def calibrate_noise(
 
     Raises:
         BudgetError: no noise multiplier up to 10,000 meets the target.
+        InputError: see :func:`~dpmac_cli.accounting.accountants.check_arguments`.
     """
 
     def cost(ticks: int, widest: float = accountants.FINE) -> float:
         noisy = replace(event, noise_multiplier=ticks / SIGMA_TICKS)
         return total_epsilon((*earlier, noisy), delta, accountant, widest)
 
+    accountants.check_arguments((event, *earlier), delta, target)
     if event.steps == 0:
         return SIGMA_MIN
     before = total_epsilon(earlier, delta, accountant)
@@ -102,9 +104,15 @@ def _check_reachable(
     """Raise BudgetError if no noise multiplier meets a target: see :func:`calibrate_noise`."""
     before = total_epsilon(earlier, delta, accountant)
     if before >= target:
+        cost = f"{format_epsilon(before)} at delta {delta:g}"
+        if not any(event.trains for event in earlier):  # counts with as much noise as there is
+            raise BudgetError(
+                f"Epsilon {target:g} is too small: noisy counts of the records alone cost {cost}. "
+                "Use a larger epsilon."
+            )
         raise BudgetError(
-            f"Epsilon {target:g} is spent: earlier training costs {format_epsilon(before)} at "
-            f"delta {delta:g} already. Use a larger epsilon."
+            f"Epsilon {target:g} is spent: earlier training costs {cost} already. Use a larger "
+            "epsilon."
         )
     loudest = replace(event, noise_multiplier=SIGMA_MAX)
     least = total_epsilon((*earlier, loudest), delta, accountant)
@@ -239,11 +247,13 @@ def longest_run(
 
     Raises:
         BudgetError: the first step costs more.
+        InputError: see :func:`~dpmac_cli.accounting.accountants.check_arguments`.
     """
 
     def cost(steps: int, by: str = accountant) -> float:
         return total_epsilon((*others, replace(event, steps=steps)), delta, by)
 
+    accountants.check_arguments((event, *others), delta, budget)
     if cost(1) > budget:
         raise BudgetError(
             f"Even one step at noise multiplier {event.noise_multiplier:g} and sampling rate "

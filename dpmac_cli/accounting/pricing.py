@@ -14,6 +14,7 @@ from dpmac_cli.accounting.selection import Done, Search
 from dpmac_cli.accounting.statements import (
     BY_RDP,
     RECORD,
+    SEED_GIVEN,
     common,
     format_epsilon,
     search_statement,
@@ -41,6 +42,7 @@ class Row:
         dataset_size, batch_size: n and B, if they are known.
         solved: setting that was solved for; None for epsilon.
         risk: bounds on attacks, if requested.
+        seeded: whether a seed was chosen for any of the events, and they are private.
     """
 
     events: tuple[TrainingEvent, ...]
@@ -53,6 +55,7 @@ class Row:
     batch_size: int | None = None
     solved: str | None = None
     risk: Risk | None = None
+    seeded: bool = False
 
     @property
     def done(self) -> Done:
@@ -61,10 +64,12 @@ class Row:
 
     @property
     def statement(self) -> str:
-        """Return the guarantee in plain sentences."""
-        if self.search is not None:
-            return search_statement(self.epsilon, self.delta, self.search, self.unit)
-        return statement(self.epsilon, self.delta, self.events, self.unit)
+        """Return the guarantee in plain sentences; of a seed that was chosen first."""
+        if self.search is None:
+            guarantee = statement(self.epsilon, self.delta, self.events, self.unit)
+        else:
+            guarantee = search_statement(self.epsilon, self.delta, self.search, self.unit)
+        return f"{SEED_GIVEN} {guarantee}" if self.seeded else guarantee
 
     @property
     def trained(self) -> tuple[TrainingEvent, ...]:
@@ -98,8 +103,9 @@ class Row:
 
     @property
     def compositions(self) -> int:
-        """Return the number of mechanisms on all records."""
-        return sum(event.compositions for event in self.trained)
+        """Return the number of mechanisms on the training records, also of counts and sums."""
+        on_training = (event for event in self.events if event.records == "training")
+        return sum(event.compositions for event in on_training)
 
 
 def price(

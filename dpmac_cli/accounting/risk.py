@@ -25,6 +25,7 @@ from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.selection import Done, Search, epsilon_of
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
+from dpmac_cli.errors import InputError
 from dpmac_cli.files import finite_or_none
 from dpmac_cli.libraries import np
 
@@ -128,8 +129,11 @@ def assess_risk(
         unit: unit of privacy, see :func:`~dpmac_cli.accounting.statements.statement`.
 
     Raises:
-        InputError: see :func:`~dpmac_cli.accounting.accountants.check_noise`.
+        InputError: there is no record, or see
+            :func:`~dpmac_cli.accounting.accountants.check_noise`.
     """
+    if not dataset_size >= 1:
+        raise InputError(f"dataset_size must be at least 1, not {dataset_size!r}.")
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
     epsilons = tuple((delta, epsilon_of(done, delta)) for delta in deltas)
     attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(done, FALSE_POSITIVE_RATES)))

@@ -1,7 +1,7 @@
 """Privacy guarantees in plain sentences."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent, merged
 from dpmac_cli.accounting.selection import Search
@@ -19,10 +19,10 @@ NO_BOUND = (
     "as steps with too many records, are more likely than that. There is one at a larger delta."
 )
 SEED_GIVEN = (
-    "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
-    "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
-    "holds only against those who do not know the seed, and for one run alone: two runs with it "
-    "share their noise, which cancels in their difference."
+    "Trained with a chosen seed, to be reproducible. There is no guarantee against anyone who "
+    "knows or guesses the seed, because they can compute the same noise and subtract it. The "
+    "guarantee holds only against those who do not know the seed, and for one run alone: two runs "
+    "with it share their noise, which cancels in their difference."
 )
 
 
@@ -88,8 +88,7 @@ def statement(
     if not all(event.noisy for event in events):
         return NO_PRIVACY
     promise = _promise(epsilon, delta, unit)
-    parts = [_done(event, short(unit)) for event in merged(events, "steps")]
-    done = " and ".join(parts) or "no step"
+    done = " and ".join(_all_done(events, short(unit))) or "no step"
     tested = "Test records are not protected"
     if unit in (COVERED_RECORD, COVERED_UNIT):
         tested = (
@@ -172,6 +171,27 @@ def _promise(epsilon: float, delta: float, unit: str) -> str:
     if math.isinf(epsilon):
         return NO_BOUND.format(format_epsilon(delta))
     return meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
+
+
+def _all_done(events: Sequence[TrainingEvent], unit: str) -> Iterator[str]:
+    """Yield events in words, those of equal mechanisms together, and counts at the end.
+
+    Counts include the sums that follow some of them, for a mean and a spread.
+    """
+    counts = list[TrainingEvent]()
+    for event in merged(events, "steps"):
+        if event.histogram:
+            counts.append(event)
+        else:
+            yield _done(event, unit)
+    if len(counts) > 1:
+        noises = [event.noise_multiplier for event in counts]
+        yield (
+            f"{sum(event.steps for event in counts)} noisy counts or sums of {unit}s with noise "
+            f"multipliers from {min(noises):.10g} to {max(noises):.10g}"
+        )
+    elif counts:
+        yield _done(counts[0], unit)
 
 
 def _done(event: TrainingEvent, unit: str) -> str:

@@ -8,54 +8,57 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, accountant_name
 from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
-from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
+from dpmac_cli.accounting.risk import STATED, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
-from dpmac_cli.accounting.statements import format_epsilon, meaning, unit_of
+from dpmac_cli.accounting.statements import (
+    SEED_GIVEN,
+    cost_in_words,
+    format_epsilon,
+    meaning,
+    unit_of,
+)
 from dpmac_cli.cli import console, late
+from dpmac_cli.cli.kept_account import account_file, print_account
 from dpmac_cli.cli.options import command, faults_of_file
 from dpmac_cli.cli.question import USED, Question, answer
+from dpmac_cli.cli.risk import print_risk
 from dpmac_cli.config.checks import delta_note
 from dpmac_cli.config.flags import is_given, valid
 from dpmac_cli.config.settings import DELTA
-from dpmac_cli.errors import BudgetError, InputError, counted, raise_errors
+from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.release.plots import KINDS, trade_offs, write_figure
 from dpmac_cli.runs import folder
-from dpmac_cli.silo.rounds import ACCOUNT, read_rounds
-from dpmac_cli.silo.rounds import ROUNDS as ROUNDS_OF_SILO
+from dpmac_cli.runs.ledger import spent_account
+
+if TYPE_CHECKING:
+    from dpmac_cli.release.report import Report
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.
 TOLERANCE = 1e-3
 #: Flags that do not apply to an account on disk. A run determines everything else.
-OF_RUNS = ("delta", "accountant", "risk", "plot")
+OF_RUNS = ("delta", "accountant", "plot")
 #: Flags that may be combined with a run.
-BESIDE_A_RUN = (*OF_RUNS, "json", "debug")
+BESIDE_A_RUN = (*OF_RUNS, "risk", "json", "debug")
 #: Values of a row that --json shows unchanged.
 IN_JSON = (
     *("statement", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs", "sampler"),
-    *("accountant", "compositions", "dataset_size", "batch_size", "solved"),
+    *("accountant", "compositions", "dataset_size", "batch_size", "solved", "seeded"),
 )
-#: Remedy for a path that is nothing that the command reads.
-READABLE = (
-    f"Use a run folder of dpmac train or the {folder.REPORT} in it, the file of an account, or the "
-    "folder of a silo."
-)
-
 
 RunOrAccount = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Argument(
-        metavar="RUN",
+        metavar="[RUN]",
         help="Run folder or report to recompute epsilon for; or an account on disk, or the folder "
         "of a silo, to read.",
     ),
@@ -64,7 +67,7 @@ RunOrAccount = Annotated[
 
 @command(Question.model_fields)
 def account(
-    run: RunOrAccount = None,
+    runs: RunOrAccount = None,
     **values: Any,
 ) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
@@ -84,13 +87,14 @@ def account(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.
     """
+    run = _one_of(runs or [])
     typed = [name for name, value in values.items() if is_given(value)]
     errors = [] if run is None else list(_faults_beside_run(run, typed))
     flags = valid(Question, values, errors)
     file = None if run is None else account_file(run)
     if file is not None:
         raise_errors((*errors, *_faults_beside_account(typed)))
-        _print_account(file, as_json=flags.json)
+        print_account(file, as_json=flags.json, with_risk=flags.risk)
         return
     if flags.plot:
         errors += faults_of_file(flags.plot, KINDS, True, "plot")
@@ -120,6 +124,18 @@ def account(
         raise BudgetError(beyond)
 
 
+def _one_of(runs: Sequence[Path]) -> Path | None:
+    """Return the run whose cost is asked for; None without. Raises InputError for several."""
+    if len(runs) > 1:
+        events = ", ".join(f"*load({str(run)!r}).events" for run in runs)
+        raise InputError(
+            "dpmac account reads one run or account. For the cost of several runs on the same "
+            "records and with the same unit, in Python, from dpmac_cli import load, total_epsilon: "
+            f"total_epsilon(({events}), delta)"
+        )
+    return runs[0] if runs else None
+
+
 def _faults_beside_run(run: Path, typed: Iterable[str]) -> Iterator[str]:
     """Yield the faults of flags that contradict a run."""
     for name in typed:
@@ -135,108 +151,6 @@ def _faults_beside_account(typed: Sequence[str]) -> Iterator[str]:
     for name in OF_RUNS:
         if name in typed:
             yield f"{{{name}}} is for runs. An account has its own delta and events. Leave it out."
-
-
-def account_file(path: Path) -> Path | None:
-    """Return the file of an account on disk; None if the path is of a run.
-
-    A run is recognized by its report or its settings. Whether those are valid is not checked here.
-
-    Args:
-        path: the ``.json`` file of an account, the folder of a silo (see
-            :mod:`dpmac_cli.silo.silo`), the folder of a run, or the report in it.
-
-    Raises:
-        InputError: there is nothing at the path that the command reads, or the account of a silo
-            is missing or cannot be read.
-    """
-    if not path.is_dir():
-        if not path.exists():
-            raise InputError(f"{path} does not exist. {READABLE}")
-        return path if path.suffix == ".json" and _is_account(path) else None
-    file = path / ACCOUNT
-    if _is_account(file):
-        return file
-    if (path / ROUNDS_OF_SILO).exists():
-        raise InputError(
-            f"{path} is the folder of a silo whose {ACCOUNT} is missing or cannot be read, so what "
-            "its rounds have spent is unknown. Put the latest copy of the folder back."
-        )
-    if not any((path / name).exists() for name in (folder.REPORT, folder.CONFIG)):
-        raise InputError(
-            f"{path} contains neither the {folder.REPORT} of a run nor the {ACCOUNT} of a silo. "
-            f"{READABLE}"
-        )
-    return None
-
-
-def _is_account(file: Path) -> bool:
-    """Return whether a file can be read and is one of an account, damaged or not."""
-    try:
-        return '"account"' in file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _print_account(file: Path, *, as_json: bool) -> None:
-    """Print what is spent of an account on disk, and left, and rounds of a silo.
-
-    Args:
-        file: the file of the account.
-        as_json: whether to print JSON for a program.
-
-    Raises:
-        InputError: the account or the rounds are damaged.
-    """
-    kept = Account.open(file)
-    events = kept.own
-    values: dict[str, Any] = {
-        "epsilon": finite_or_none(kept.epsilon if events else 0.0),
-        "target": kept.target,
-        "delta": kept.delta,
-        "steps": sum(event.steps for event in events),
-    }
-    if file.name == ACCOUNT and (file.parent / ROUNDS_OF_SILO).exists():
-        rounds = read_rounds(file.parent)
-        values |= {
-            "rounds": rounds.answered,
-            "lost_rounds": rounds.lost(events),
-            "rounds_left": rounds.left(events),
-        }
-    values["statement"] = kept.statement
-    if as_json:
-        console.print_result(to_json(values))
-        return
-    out = console.stdout()
-    target = "no target" if kept.target is None else f"of {kept.target:g}"
-    epsilon = (f"epsilon {format_epsilon(values['epsilon'])}", "bold")
-    out.print(Text.assemble(epsilon, f" {target} at delta {format_epsilon(kept.delta)}"))
-    if kept.target is not None:
-        difference = max(0.0, kept.target - (kept.epsilon if events else 0.0))
-        use = _use_of_the_rest(kept, values.get("rounds_left"))
-        out.print(Text(f"  {'left':<14} {difference:.4g}{use}"))
-    for name in ("steps", "rounds", "lost_rounds"):
-        if name in values:
-            out.print(Text(f"  {name.replace('_', ' '):<14} {values[name]:,}"))
-    out.print(Text(values["statement"]))
-
-
-def _use_of_the_rest(kept: Account, rounds: int | None) -> str:
-    """Return what the rest of the budget allows, in words; "" for an account without events.
-
-    Args:
-        kept: an account on disk with a target.
-        rounds: number of rounds that the silo can still answer; None for other accounts.
-    """
-    if rounds is not None:
-        return f", for {counted(rounds, 'more round')}" if rounds else ": all rounds are taken"
-    if not kept.own:
-        return ""
-    try:
-        kept.check(replace(kept.own[-1], steps=1))
-    except BudgetError:
-        return ", too little for another step like the last one"
-    return ", enough for another step like the last one"
 
 
 # The report of a run.
@@ -261,7 +175,7 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
-    report = late.report.read_report(path)
+    report = _read(path)
     events, search, data = report.events, report.search, report.data
     if search is not None and flags.accountant != DEFAULT_ACCOUNTANT:
         raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")
@@ -271,9 +185,22 @@ def recount(path: Path, flags: Question) -> tuple[list[Row], float, float, float
     rows = list[Row]()
     for accountant in USED[flags.accountant]:
         row = price(events, delta, accountant, unit, search)
-        rows.append(replace(row, dataset_size=data.train_size))
+        seeded = report.private and report.seeded
+        rows.append(replace(row, dataset_size=data.train_size, seeded=seeded))
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, epsilon_of(report.done, delta_of_run), delta_of_run
+
+
+def _read(path: Path) -> "Report":
+    """Return the report of a run. Raises InputError without one, with what the run has spent."""
+    try:
+        return late.report.read_report(path)
+    except InputError as failure:
+        account = None if (path / folder.REPORT).exists() else spent_account(path)
+        if account is None:
+            raise
+        cost = cost_in_words(account.epsilon, account.delta)
+        raise InputError(f"{failure} By its ledger it has spent {cost} so far.") from failure
 
 
 def _judge(stored: float, correct: float, delta: float) -> None:
@@ -365,41 +292,11 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
     if len({row.epsilon for row in rows}) == 1:
         out.print(Text(rows[0].statement))
     else:
+        if rows[0].seeded:
+            out.print(Text(SEED_GIVEN))
         out.print(Text(meaning("epsilon", "delta", rows[0].unit)))
     if len(rows) == 1 and rows[0].risk is not None:
-        _print_risk(out, rows[0].risk)
-
-
-def _print_risk(out: Console, risk: Risk) -> None:
-    """Print bounds on attacks as a table, and other bounds below.
-
-    Args:
-        out: the console for results.
-        risk: the bounds. Without noise there are none: only the statement that says so is printed.
-    """
-    out.print(Text(f"\n{risk.statement}", style="bold"))
-    if risk.noiseless:
-        return
-    names = ("FPR", "TPR", *(f"prior {percent(prior)}" for prior in PRIORS))
-    rows = list[list[str]]()
-    for attack in risk.attacks:
-        shares = (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
-        rows.append([*map(percent, shares)])
-    out.print(console.plain_table(names, rows, justify="right"))
-    out.print(Text(COLUMNS_OF_RISK))
-    least = format_epsilon(risk.least_delta)
-    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {least}"))
-    costs = list[str]()
-    for delta, epsilon in risk.epsilons:
-        costs.append(f"{format_epsilon(epsilon)} at delta {format_epsilon(delta)}")
-    out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
-
-
-COLUMNS_OF_RISK = (
-    "TPR: highest true positive rate of any attack with this false positive rate (FPR). Columns to "
-    "the right: highest probability that the record was in the training data, given an alarm at "
-    "this FPR or a higher one, by prior probability."
-)
+        print_risk(out, rows[0].risk)
 
 
 def _rate(row: Row) -> str:
@@ -419,7 +316,7 @@ def _search(row: Row) -> str:
 
 
 def _histograms(row: Row) -> str:
-    """Return the number of histograms and the noise multiplier of each; "" for none."""
+    """Return the number of counts and sums, and the noise multiplier of each; "" for none."""
     noises = list[str]()
     for event in row.events:
         if event.histogram:
@@ -443,7 +340,7 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "trials": _search,
     f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
-    "histograms": _histograms,
+    "counts or sums": _histograms,
     "sampler": lambda row: row.sampler,
     "adjacency": lambda _: ADJACENCY,
     "accountant": lambda row: accountant_name(row.accountant),

@@ -129,6 +129,13 @@ class Question(Priced, frozen=True):
             return None
         return "sigma" if self.sigma is None else "steps"
 
+    @property
+    def _calibrates(self) -> bool:
+        """Return whether a run on your own data releases a histogram, as ``dpmac train`` does."""
+        if "calibration" in self.explicit:
+            return self.calibration == HISTOGRAM
+        return self.solve == "sigma"
+
     def sizes(self, target: float | None) -> "Sizes":
         """Return the sizes of a run, of which those not given are the defaults of its dataset.
 
@@ -144,7 +151,7 @@ class Question(Priced, frozen=True):
         before: tuple[float, ...] = ROUNDS if self.ranges else ()
         if self.target_range:
             before = (*before, *ROUNDS_OF_TARGET, MOMENTS)
-        after: tuple[float, ...] = (SHARE,) if self.calibration == HISTOGRAM else ()
+        after: tuple[float, ...] = (SHARE,) if self._calibrates else ()
         if size is None:
             facts = DATASETS[self.dataset]
             settings = self._settings(target)

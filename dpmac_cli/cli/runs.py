@@ -23,8 +23,9 @@ from dpmac_cli.cli.options import command
 from dpmac_cli.config.datasets import DATASETS
 from dpmac_cli.config.settings import PrintJson
 from dpmac_cli.errors import InputError, escaped, raise_errors
-from dpmac_cli.files import to_json
+from dpmac_cli.files import finite_or_none, to_json
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.ledger import spent_account
 from dpmac_cli.tasks.task import METRICS
 
 if TYPE_CHECKING:
@@ -167,17 +168,22 @@ def _reported(report: "Report") -> dict[str, Any]:
 
 
 def _unreported(where: Path) -> dict[str, Any]:
-    """Return the facts in the settings of a run without a report. Raises ``DAMAGE``."""
+    """Return the facts in settings and ledger of a run without a report. Raises ``DAMAGE``."""
     settings = folder.config(where)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
     if not f"{name}{optimizer}".isprintable():
         raise ValueError(f"{folder.CONFIG} was changed")
-    return {
+    facts = {
         "dataset": name if name in DATASETS else Path(name).stem,
         "optimizer": optimizer,
         "private": not settings.get("no-dp", False),
         "audit": settings.get("canaries", 0) > 0,
     }
+    account = spent_account(where)
+    if account is not None and facts["private"]:
+        epsilon = finite_or_none(account.epsilon)
+        facts |= {"epsilon": epsilon, "delta": account.delta, "seeded": account.seeded}
+    return facts
 
 
 def _print(out: Console, facts_of_runs: Sequence[Mapping[str, Any]]) -> None:
@@ -220,7 +226,7 @@ def _epsilon(run: Mapping[str, Any]) -> str:
     """Return epsilon and delta in words; "" if they are not known."""
     if run["private"] is False:
         return "no privacy"
-    if run["seeded"] is None:  # without a report, none is known yet
+    if run["seeded"] is None:  # neither a report nor a ledger
         return ""
     marks = SEEDED if run["seeded"] else ""
     if run["audit"]:

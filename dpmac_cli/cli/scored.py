@@ -14,6 +14,7 @@ from pydantic import Field, StrictBool
 from rich.table import Column, Table
 from rich.text import Text
 
+from dpmac_cli.accounting.risk import percent
 from dpmac_cli.accounting.statements import cost_in_words
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import ReplaceFile, Trained, command, faults_of_file
@@ -362,7 +363,7 @@ def _attack(
         out = console.stdout()
         for rate, share in result.bounds.items():
             out.print(
-                f"guarantee: at {rate:.1%} false alarms, at most {share:.2%} of members found"
+                f"guarantee: at {rate:.1%} false alarms, at most {percent(share)} of members found"
             )
         out.print(f"figures of the attack: {result.path}, which only you can read. Keep them so.")
         out.print(HOLDS if result.holds else BROKEN)

@@ -436,6 +436,7 @@ def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
     """
     name, value = str(fault["loc"][0]), fault["input"]
     why, _, _ = fault["msg"].partition(", unable to parse")
+    why = why.replace("Input should be greater than 0", "must be above 0")
     known = model.model_fields
     if name not in known:
         error = unknown(name, known, model.renamed)

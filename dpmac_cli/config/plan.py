@@ -7,13 +7,14 @@ torch, so that costs and faults are printed at once.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise, noise_of_share
 from dpmac_cli.accounting.events import TrainingEvent, histogram_event, score_event
@@ -70,6 +71,7 @@ class Plan:
         histogram: event of the histogram that the model is calibrated by; None without.
         ranges: events of the counts that ranges of columns follow from, before training.
         ranged: whether these ranges are kept from an earlier part of the run, which paid for them.
+        budget: account that the run is booked in, with others on the same records; None without.
     """
 
     settings: Settings
@@ -80,6 +82,7 @@ class Plan:
     histogram: TrainingEvent | None = None
     ranges: tuple[TrainingEvent, ...] = ()
     ranged: bool = False
+    budget: Account | None = field(default=None, compare=False)
 
     @property
     def places(self) -> int:

@@ -108,6 +108,11 @@ class Budget:
         return _unpickled, (numbers, self.path, account.number, account.others)
 
     @property
+    def account(self) -> Account:
+        """Return the account that all fits are booked in."""
+        return self._account
+
+    @property
     def events(self) -> tuple[TrainingEvent, ...]:
         """Return the events of all fits so far; equal ones may be one event of all their steps.
 

@@ -8,7 +8,7 @@ of single records, sparse matrices, and fits that continue others.
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -160,6 +160,8 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
             protected = resolved.plan.account_unit[0], ""  # arrays and frames name it otherwise
             if self.budget is not None:
                 self.budget.begin(resolved.plan.planned, protected)
+                plan = replace(resolved.plan, budget=self.budget.account)
+                resolved = replace(resolved, plan=plan)
             finished = finish(train_plan(resolved))
             self._files = dict[str, bytes]()
             for name in (*folder.PUBLISHED, folder.SUMS):
@@ -167,7 +169,10 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
                     self._files[name] = (run / name).read_bytes()
         self.notes_ = tuple(map(as_keywords, resolved.notes))
         self.report_ = finished.report
-        self.statement_ = finished.report["sentences"]["guarantee"]
+        sentences = finished.report["sentences"]
+        self.statement_ = sentences["guarantee"]
+        if self.budget is not None:
+            self.statement_ += " " + sentences["tuning"]
         epsilon = finished.report["epsilon"]
         self.epsilon_ = math.inf if epsilon is None else epsilon
         return self

@@ -28,6 +28,7 @@ from torch import nn
 
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.risk import trade_off
+from dpmac_cli.accounting.selection import Done
 from dpmac_cli.config.plan import Plan, with_noise
 from dpmac_cli.config.settings import DATA, GROUPS, NO_CALIBRATION
 from dpmac_cli.data.cache import Rows
@@ -76,8 +77,8 @@ class Attacked:
 
     Attributes:
         path: the file attack.json with all figures, which is for whoever holds the records.
-        bounds: largest true positive rates that the guarantee allows, by false positive rate, both
-            from 0 to 1.
+        bounds: largest true positive rates that the guarantee of the run allows, by false positive
+            rate, both from 0 to 1. That of the steps alone, which the attack repeats, is lower.
         holds: False if the guesses contradict the guarantee, at 95% confidence.
     """
 
@@ -393,12 +394,9 @@ def _judged(
         noisy, plain: runs of it with noise and without, of which the first half are shadows.
     """
     events = recipe.report.training
-    bounds = dict[float, float]()
-    shown_bounds = list[Any]()
-    most_found = (1 - trade_off(events, RATES)).tolist()
-    for rate, most in zip(RATES, most_found, strict=True):
-        bounds[rate] = most
-        shown_bounds.append({"false_positive_rate": rate, "true_positive_rate": most})
+    bounds_of_steps = list[Any]()
+    for rate, most in _most_found(events).items():
+        bounds_of_steps.append({"false_positive_rate": rate, "true_positive_rate": most})
     shadows, targets = map(_stacked, halves(noisy))
     scores = recipe.scored(targets.phi, shadows)
     plain_shadows, plain_targets = map(_stacked, halves(plain))
@@ -413,7 +411,7 @@ def _judged(
         "runs": len(noisy),
         "shadow_runs": len(shadows.phi),
         "units": len(recipe.members),
-        "bounds": shown_bounds,
+        "bounds": bounds_of_steps,
         "private": {name: figures(of, targets.coins) for name, of in scores.items()},
         "no_dp": {name: figures(of, plain_targets.coins) for name, of in plain_scores.items()},
         "guesses": guessed.guesses,
@@ -421,7 +419,14 @@ def _judged(
         "holds": holds,
         "of_the_run_itself": _on_itself(recipe, shadows),
     }
+    bounds = _most_found(recipe.report.done)
     return Attacked(folder_of(recipe.run) / FIGURES, bounds, holds), contents
+
+
+def _most_found(done: Done) -> dict[float, float]:
+    """Return the largest true positive rates that events allow, by false positive rate."""
+    most = (1 - trade_off(done, RATES)).tolist()
+    return dict(zip(RATES, most, strict=True))
 
 
 def _on_itself(recipe: Recipe, shadows: ShadowRun) -> dict[str, float | None]:

@@ -72,6 +72,16 @@ class DescribedRun:
         """Name of the file of public weights, apart from those of a backbone; "" for none."""
         return "" if self.plan.pretrained is None else self.plan.pretrained.name
 
+    @property
+    def booked_with(self) -> Account | None:
+        """Return the account that the run is booked in with other events; None if there is none."""
+        budget, spent = self.plan.budget, self.spent.events
+        if budget is None:
+            return None
+        alone = sum(event.steps for event in spent)
+        together = sum(event.steps for event in budget.own)
+        return budget if together > alone else None
+
     def cost_on(self, split: str) -> str:
         """Return epsilon of all events on a split of the records, rounded up, as a text.
 

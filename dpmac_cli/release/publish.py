@@ -8,6 +8,7 @@ report is not published, apart from weights, metrics.jsonl and config.yaml.
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,6 @@ from dpmac_cli.accounting.accountants import accountant_name
 from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.encoders import TextEncoder
 from dpmac_cli.config.networks import UserModel, parse_model
@@ -160,10 +160,8 @@ def guarantee_of(run: DescribedRun) -> dict[str, Any]:
     plan, account = run.plan, run.spent
     cost = price(account.events, plan.settings.delta, unit=plan.unit, search=plan.search)
     risk = assess_risk(cost.done, plan.facts.train_size, plan.unit) if plan.private else None
-    guarantee = cost.statement
-    if plan.private and account.seeded:
-        guarantee = f"{SEED_GIVEN} {guarantee}"
-    sentences: dict[str, Any] = {"guarantee": guarantee, **sentences_of(run)}
+    cost = replace(cost, seeded=plan.private and account.seeded)
+    sentences: dict[str, Any] = {"guarantee": cost.statement, **sentences_of(run)}
     if risk is not None:
         sentences |= {
             "risk": risk.statement,

@@ -368,6 +368,25 @@ def ranges(run: DescribedRun) -> Iterator[str]:
         )
 
 
+#: On a run that ended before its plan, filled with what the plan costs, and on one of several
+#: parts: epsilon is for steps that were fixed beforehand.
+ENDED = (
+    "It ended before its last planned step. If that was decided after results of it were seen, the "
+    "privacy cost is that of all planned steps: {}."
+)
+CONTINUED = (
+    "It was trained in several parts. If the length or settings of one were chosen after results "
+    "of earlier ones were seen, their costs compose adaptively and epsilon is higher than stated: "
+    "Account.create(..., adaptive=True) counts trainings for which that is allowed."
+)
+#: On a run that is booked in a budget with others; filled with what all of them cost.
+BOOKED = (
+    "Not covered by the epsilon of this run: it is one of several on the same records that a "
+    "budget counts. When it ended, all of them together cost {}. That is the privacy cost to "
+    "publish if this model or its settings were chosen by the others. It holds if the records of "
+    "each were chosen without regard to other records. Runs outside of the budget cost more."
+)
+
 # Answers after NIST SP 800-226 and "How to DP-fy ML".
 
 
@@ -383,8 +402,17 @@ def mechanism(run: DescribedRun) -> Iterator[str]:
 
 
 def tuning(run: DescribedRun) -> Iterator[str]:
-    """Say whether epsilon covers the choice of settings: only of a search that dpmac ran."""
-    if run.plan.search:
+    """Say whether epsilon covers the choice of settings: only of a search that dpmac ran.
+
+    Of a run that is booked in a budget with others, say what all of them cost; of one that ended
+    before its plan or was continued, what that costs if it was decided by results.
+    """
+    budget = run.booked_with
+    if budget is not None:
+        together = statements.cost_in_words(budget.epsilon, budget.delta)
+        yield BOOKED.format(together)
+        yield from budget.on_choices
+    elif run.plan.search:
         yield (
             "Covered: epsilon includes the search for these settings, of which this model is the "
             "result. Other runs on the same records cost more."
@@ -394,6 +422,12 @@ def tuning(run: DescribedRun) -> Iterator[str]:
             "Unknown to this run: epsilon covers this run only. If its settings were chosen by "
             "other runs on the same records, the total privacy cost is higher."
         )
+    account = run.spent
+    if account.remaining:
+        planned = account.cost(account.all_planned)
+        yield ENDED.format(statements.cost_in_words(planned, account.delta))
+    if account.before:
+        yield CONTINUED
 
 
 def data_domain(run: DescribedRun) -> Iterator[str]:

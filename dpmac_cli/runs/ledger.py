@@ -5,7 +5,7 @@ Imports no torch.
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +165,23 @@ def read_ledger(run: Path) -> Account | None:
         if account.score is not None and counts_score(account.base, account.begun, account.end):
             account.others = (account.score,)
         return account
+    except folder.BROKEN:
+        return None
+
+
+def spent_account(run: Path) -> Account | None:
+    """Return the account in a run's ledger, at the delta of its settings; None if either is broken.
+
+    It counts steps that were reserved and may not have begun.
+
+    Args:
+        run: folder of the run, which need not have a report.
+    """
+    account = read_ledger(run)
+    if account is None:
+        return None
+    try:
+        return replace(account, delta=float(folder.settings(run)["delta"]))
     except folder.BROKEN:
         return None
 

@@ -51,8 +51,8 @@ class Claim:
 class Federation:
     """Joint meaning of the claims of all silos. See :func:`federation`.
 
-    Epsilon of a silo is for the records in that silo. Somebody with records in several is covered
-    by the sum, which :attr:`statement` names.
+    Epsilon of a silo is for one unit of privacy in that silo. Somebody with one in each is covered
+    by the sum, which :attr:`statement` names, beside what several in one silo cost.
 
     Attributes:
         silos: the last claim of each silo, and the number of its rounds that were lost.
@@ -109,16 +109,20 @@ class Federation:
 
     @property
     def _persons(self) -> str:
-        """Return what holds for somebody with records in one silo, or in several."""
+        """Return what holds for somebody with one unit in one silo, with several, or in all."""
         most = format_epsilon(self.epsilon)
-        alone = f"Somebody with records in one silo: epsilon at most {most}."
-        units = {claim.unit for claim, _ in self.silos}
+        units = {claim.unit: None for claim, _ in self.silos}
+        unit = " or ".join(units)
+        alone = (
+            f"Somebody with one {unit} in one silo: epsilon at most {most}. With k of them there: "
+            "epsilon k times as large, and delta k e^((k - 1) epsilon) times, at most."
+        )
         if len(units) > 1:
             return f"{alone} Silos protect different units, whose costs cannot be added."
         total = sum(claim.epsilon for claim, _ in self.silos)
         deltas = sum(claim.delta for claim, _ in self.silos)
         return (
-            f"{alone} Somebody with a {self.silos[0][0].unit} in each silo: at most the sum, "
+            f"{alone} Somebody with one {unit} in each silo: at most the sum, "
             f"epsilon {format_epsilon(total)} and delta {deltas:.4g}."
         )
 

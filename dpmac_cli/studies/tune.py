@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli import files
+from dpmac_cli.accounting.statements import cost_in_words
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.models.dataset import Data
@@ -146,8 +147,10 @@ def _best(
         if not best or score > most:
             most, best = score, published
     if not best:
+        cost = cost_in_words(space.epsilon, space.plans[0].settings.delta)
         raise RunError(
-            "Every trial of the search diverged, so it has no result. Search over lower learning "
+            "Every trial of the search diverged, so it has no model. That was learnt from the "
+            f"records, too: the search cost {cost}. Search over lower learning "
             "rates."
         )
     return best

@@ -60,10 +60,15 @@ SEEDS = (
     "Seeds are given, so epsilons hold only against attackers who do not know the seeds: train a "
     "model that you publish without one."
 )
+#: What publishing all runs costs, filled with the sum of their costs: with one run of each seed,
+#: and with several.
+TOTAL = "publishing anything learnt from all of them, such as which is best, costs {} in total."
 ONE_SEED = (
-    " The total is for runs drawn independently: those of one seed share batches and noise, which "
-    "can be subtracted from two of their models. Publish at most one of them."
+    "those of one seed share batches and noise, which can be subtracted from two of their models. "
+    "So no epsilon bounds anything learnt from all of them, such as which is best. Publish at most "
+    "one of them. Drawn independently, all would cost {} in total."
 )
+EXACT = " Test scores are exact, and not covered by any epsilon."
 OTHERS = " Other runs on the same records add to the cost, also those deleted or replaced."
 
 
@@ -430,12 +435,12 @@ def remarks(comparison: Comparison) -> list[str]:
         return sentences
     counted = f", {unfinished} of them not finished and counted in full," if unfinished else ""
     if runs > 1 or epsilon > cells[0].epsilon:
+        settings = comparison.grid.plan.settings
+        together = (ONE_SEED if len(cells) > 1 else TOTAL).format(
+            cost_in_words(epsilon, settings.delta)
+        )
         sentences.append(
             f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
-            "records: publishing anything learnt from all of them, such as which is best, costs "
-            f"{cost_in_words(epsilon, comparison.grid.plan.settings.delta)} in total."
+            f"records: {together}" + EXACT * (not settings.cover_scores)
         )
-    of_seeds = SEEDS
-    if len(cells) > 1:
-        of_seeds += ONE_SEED
-    return [*sentences, of_seeds + OTHERS]
+    return [*sentences, SEEDS + OTHERS]

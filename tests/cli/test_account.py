@@ -1,6 +1,7 @@
 """dpmac account, as typed and as seen."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -15,7 +16,8 @@ from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.risk import percent
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon
 from tests.digits_runs import (
     RATE,
     after,
@@ -116,6 +118,19 @@ def test_an_answer_that_is_copied_stays_within_the_target(
         assert again["epsilon"] <= 0.7
 
 
+@pytest.mark.promise("risk")
+@pytest.mark.parametrize("epsilon", [1, 8])
+def test_the_page_on_assessments_states_bounds_on_attacks(epsilon: int) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "assessment.md").read_text()
+    (row,) = answered(f"--epsilon {epsilon} --risk")
+    attack = row["risk"]["attacks"][0]
+    assert attack["false_positive_rate"] == 0.001
+    found = min(1.0, math.exp(epsilon) * 0.001 + row["delta"])  # by (epsilon, delta) alone
+    for share in (attack["posteriors"][-1], found / (found + 0.001)):
+        assert f" {percent(share)}" in page
+    assert f"`dpmac account --epsilon {epsilon} --risk`" in page
+
+
 # A run
 
 
@@ -157,13 +172,27 @@ def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     assert contents(runs) == before
 
 
+@pytest.mark.promise("said")
+def test_the_seed_of_a_run_is_said_beside_its_guarantee(tmp_path: Path) -> None:
+    seeded, later = tmp_path / "seeded", tmp_path / "later"
+    train_digits(out=str(seeded), seed=0)
+    resume(seeded, {"steps": "5", "out": str(later)})
+    for run in (seeded, later):
+        (row,) = answered(str(run))
+        assert row["seeded"]
+        assert row["statement"] == report_of(run)["sentences"]["guarantee"]
+        assert row["statement"].startswith(SEED_GIVEN)
+        for flags in ("", "--accountant all", "--risk"):
+            assert SEED_GIVEN in account(f"{run} {flags}").stdout.replace("\n", " ")
+
+
 def test_a_run_without_privacy_has_none(runs: Path) -> None:
     result = account(str(runs / "open"))
     assert result.exit_code == 0
     assert "epsilon infinite" in result.stdout
     assert "No privacy" in result.stdout
     (row,) = answered(str(runs / "open"))
-    assert (row["epsilon"], row["noise_multiplier"]) == (None, 0)
+    assert (row["epsilon"], row["noise_multiplier"], row["seeded"]) == (None, 0, False)
 
 
 def test_another_delta_and_accountant_may_be_asked_of_a_run(runs: Path) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.runs import UNKNOWN, _print
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.release.train import finish, resume_folder, train_plan
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.ledger import read_ledger
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.trainer import Trainer
 from tests.digits_runs import SEED, after, digits_config, report_of, train_digits
@@ -77,11 +80,26 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
         assert found[name]["optimizer"] == report["settings"]["optimizer"]
         assert (found[name]["delta"]) == 1e-5
         assert found[name]["seeded"] is (name == "run-10")
-    assert {found["killed"][name] for name in ("epsilon", "score", "seeded")} == {None}
+    ledger = read_ledger(study / "killed")
+    assert ledger is not None
+    assert found["killed"]["epsilon"] == total_epsilon(ledger.events, 1e-5)
+    assert (found["killed"]["delta"], found["killed"]["seeded"]) == (1e-5, False)
+    assert found["killed"]["score"] is None
     baseline = found["baseline"]
     assert (baseline["private"], baseline["epsilon"], baseline["delta"]) == (False, None, None)
     assert all(entry["dataset"] == "digits" for entry in found.values())
     assert all(entry["changed"].endswith("+00:00") for entry in found.values())
+
+
+@pytest.mark.promise("price")
+def test_a_killed_run_says_what_it_has_spent(study: Path) -> None:
+    (entry,) = listed(study / "killed")
+    cost = f"epsilon {format_epsilon(entry['epsilon'])} at delta 1e-05"
+    shown = dpmac("account", study / "killed")
+    assert shown.exit_code == 2
+    text = " ".join(shown.stderr.split())
+    assert f"By its ledger it has spent {cost} so far." in text
+    assert "dpmac train --resume" in text
 
 
 @pytest.mark.promise("price")
@@ -116,7 +134,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     going.close()  # type: ignore[attr-defined]
     (entry,) = listed()
     assert entry["state"] == "cut-off"
-    assert entry["epsilon"] is None
+    assert entry["epsilon"] > total_epsilon(read_ledger(where).before, 1e-5)  # type: ignore[union-attr]
 
 
 @pytest.mark.promise("price")

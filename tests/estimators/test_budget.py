@@ -19,6 +19,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from dpmac_cli import Budget, BudgetError, InputError
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.estimators import estimators
 from tests.estimators.records import classifier, regressor, rows
 
@@ -57,6 +58,22 @@ def test_a_grid_books_every_fit() -> None:
     search = grid(budget).fit(X, Y)
     assert len(budget.events) == 2 * 5
     assert search.best_estimator_.budget is budget
+
+
+@pytest.mark.promise("said")
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_model_that_a_grid_chose_says_what_all_fits_cost(adaptive: bool, tmp_path: Path) -> None:
+    budget = Budget(9, path=tmp_path / "budget.json", adaptive=adaptive)
+    alone = classifier(budget=budget).fit(X, Y)
+    assert "Unknown to this run" in alone.report_["sentences"]["tuning"]
+    chosen = grid(budget).fit(X, Y).best_estimator_
+    chosen.save(tmp_path / "chosen")
+    card = (tmp_path / "chosen" / "model-card.md").read_text()
+    cost = f"all of them together cost epsilon {format_epsilon(budget.spent)} at delta 1e-05"
+    for text in (card, chosen.statement_, chosen.report_["sentences"]["tuning"]):
+        assert cost in text
+        assert ("the guarantee is the account's target, epsilon 9" in text) is adaptive
+    assert budget.spent > chosen.epsilon_
 
 
 @pytest.mark.promise("budget")

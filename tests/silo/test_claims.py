@@ -27,8 +27,10 @@ def test_the_statement_has_the_largest_epsilon_and_the_sum() -> None:
     assert both.epsilon == 1.25
     assert "silo 1: epsilon 0.75, delta 1e-05, for one training record" in both.statement
     assert "silo 2: epsilon 1.25, delta 2e-05, for one training record" in both.statement
-    assert "one silo: epsilon at most 1.25." in both.statement
-    assert "in each silo: at most the sum, epsilon 2 and delta 3e-05." in both.statement
+    alone = "Somebody with one training record in one silo: epsilon at most 1.25. With k of them"
+    assert alone in both.statement
+    each = "Somebody with one training record in each silo: at most the sum, epsilon 2 and delta"
+    assert f"{each} 3e-05." in both.statement
 
 
 @pytest.mark.promise("silo")
@@ -36,6 +38,7 @@ def test_costs_of_different_units_are_not_added() -> None:
     said = federation([FIRST, replace(OTHER, unit="unit")]).statement
     assert "different units, whose costs cannot be added" in said
     assert "sum" not in said
+    assert "one training record or unit in one silo" in said
 
 
 @pytest.mark.promise("silo")
