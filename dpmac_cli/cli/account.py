@@ -22,7 +22,7 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning, unit_of
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, faults_of_file
+from dpmac_cli.cli.options import command, faults_of_plot
 from dpmac_cli.cli.question import USED, Question, answer
 from dpmac_cli.config.checks import delta_note
 from dpmac_cli.config.flags import is_given, valid
@@ -93,7 +93,7 @@ def account(
         _print_account(file, as_json=flags.json)
         return
     if flags.plot:
-        errors += faults_of_file(flags.plot, KINDS, True, "plot")
+        errors += faults_of_plot(flags.plot, KINDS)
     raise_errors(errors)
     with console.waiting(flags.json, "privacy cost"):
         if run is not None:
