@@ -120,8 +120,8 @@ Threshold = Annotated[
     str | None,
     THRESHOLD,
     Field(
-        description="Decision between two classes: balanced, a sensitivity for the last class, or "
-        "a probability of it. [default: that of the run]"
+        description="Decision between two classes: balanced, a sensitivity for the last class, a "
+        "probability of it, or most-likely. [default: that of the run]"
     ),
 ]
 Level = Annotated[

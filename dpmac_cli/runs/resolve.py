@@ -123,9 +123,10 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
         of_data = name == "dataset" or GROUPS.get(name) == DATA
         if of_data and name not in above:
             below[name] = value
+    places_below = {name: place for name, place in places.items() if name in below}
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "
             "the path of a file of them, or pass them: load(run).score(data)."
         )
-    return Settings.model_validate(over(above, below), context=places)
+    return Settings.model_validate(over(above, below), context=places_below)

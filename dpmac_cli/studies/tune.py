@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli import files
+from dpmac_cli.arguments import checked
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.models.dataset import Data
@@ -32,6 +33,7 @@ from dpmac_cli.tasks.task import METRICS
 TRIAL = "trial"
 
 
+@checked(never_none=("dataset",))
 def tune(
     *,
     config: Path | str | None = None,
