@@ -436,9 +436,11 @@ def test_a_draft_points_out_columns_that_name_records(table: Path) -> None:
     frame["row"] = np.arange(len(frame)) + 1000
     frame["patient_id"] = 7
     frame["paid"] = 2 * np.arange(len(frame))
+    frame["patient"] = [f"P{number // 3:05}" for number in range(len(frame))]
     frame.to_csv("people.csv", index=False)
     by_kinds = dpmac("schema", "people.csv", "--label", "y", "--kinds").output
     assert "# case, row, patient_id: names of records" in by_kinds
+    assert "# patient: many different values. If they name persons" in by_kinds
     by_header = dpmac("schema", "people.csv", "--label", "y", "--drop", "case").output
     assert "# patient_id: names of records" in by_header
     dropped = dpmac("schema", "people.csv", "--label", "y", "--drop", "patient_id").output
