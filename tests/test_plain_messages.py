@@ -13,7 +13,7 @@ from dpmac_cli.runs.resolve import resolve
 
 X = np.random.default_rng(0).random((40, 3))
 Y = np.arange(40) % 2
-ARRAYS = {"x": X, "y": Y, "low": 0, "high": 1}
+ARRAYS: dict[str, Any] = {"x": X, "y": Y, "low": 0, "high": 1}
 
 
 def refused(**settings: Any) -> str:

@@ -31,8 +31,8 @@ from dpmac_cli.training.evaluation import Evaluation
 class Run:
     """A finished run, or the model file of one: what it promises, and its network.
 
-    :func:`~dpmac_cli.train`, :func:`~dpmac_cli.resume` and ``PrivateStep.publish`` return one, and
-    :func:`~dpmac_cli.load` reads one from disk::
+    :func:`~dpmac_cli.train`, :func:`~dpmac_cli.resume` and ``publish`` of
+    :func:`~dpmac_cli.make_private` return one, and :func:`~dpmac_cli.load` reads one from disk::
 
         run = train(dataset="digits", epsilon=3)
         run.epsilon, run.score().accuracy, run.predict(images).predicted
