@@ -115,8 +115,9 @@ def missing_files(recorded: Values, chosen: Values, names: Iterable[str]) -> Ite
     """
     for name in names:
         place = recorded.get(name)
-        is_file = place is not None and place not in DATASETS
-        if is_file and not is_given(chosen.get(name)) and not Path(place).exists():
+        if place is None or place in DATASETS or is_given(chosen.get(name)):
+            continue
+        if not Path(place).exists():
             what = "data" if name == "dataset" else name
             yield (
                 f"The run's {what} {place} was not found. Put it back, or set {{{name}}} to its "
