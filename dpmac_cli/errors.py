@@ -139,6 +139,24 @@ class DivergedError(RunError):
         )
 
 
+#: What YAML calls the types that messages of pydantic name.
+_IN_YAML = (
+    ("a valid boolean", "true or false"),
+    (re.compile(r"a valid dictionary( or instance of \w+)?"), "a mapping, such as name: value"),
+)
+
+
+def plain(message: str) -> str:
+    """Return a message of pydantic in which types have the names of YAML.
+
+    >>> plain("Input should be a valid dictionary or instance of Label")
+    'Input should be a mapping, such as name: value'
+    """
+    for python, yaml in _IN_YAML:
+        message = re.sub(python, yaml, message)
+    return message
+
+
 #: Longest fault in a message: one may quote a value of a crafted file.
 LONGEST = 1000
 
@@ -157,7 +175,7 @@ def first_fault(failure: Exception) -> str:
         return str(failure).partition("\n")[0].rstrip(".")
     first = errors()[0]
     fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    fault = fault.replace("Value error, ", "")
+    fault = plain(fault.replace("Value error, ", ""))
     return fault if len(fault) <= LONGEST else f"{fault[:LONGEST]}..."
 
 

@@ -23,6 +23,11 @@ Kind = TypeVar("Kind")
 #: Suffix of a file that is being written.
 PART = ".part"
 
+#: Key of the facts of a model in the header of its safetensors file.
+MODEL_HEADER = "dpmac"
+#: Largest number of bytes of that header that is read: safetensors itself reads no longer one.
+LONGEST_HEADER = 100_000_000
+
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
 PRIVATE_FOLDER = 0o700
@@ -140,6 +145,24 @@ def checked(content: bytes, name: str) -> dict[str, Any]:
 
 def _sum(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def model_header(file: Path) -> dict[str, Any]:
+    """Return the facts in the header of a model file; its weights are not read.
+
+    Args:
+        file: a safetensors file. It begins with the length of its header in 8 bytes, little-endian.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its header is no JSON.
+        KeyError, TypeError, RecursionError: it is JSON of another form.
+    """
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(size, LONGEST_HEADER)))
+    facts: dict[str, Any] = json.loads(header["__metadata__"][MODEL_HEADER])
+    return facts
 
 
 def finite_or_none(value: float) -> float | None:

@@ -24,8 +24,9 @@ from dpmac_cli import ArrayData, train
 from dpmac_cli.config.encoder_folder import read_encoder
 from dpmac_cli.errors import DpmacError, InputError
 from dpmac_cli.features.texts import TextFeatures, encoder_weights
+from dpmac_cli.files import MODEL_HEADER
 from dpmac_cli.models.digest import digest
-from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, unpacked
+from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.release.model_file import CHECKSUM
 from dpmac_cli.release.train import finish, train_plan
 from dpmac_cli.runs import checkpoint, folder, ledger

@@ -1,6 +1,8 @@
 """Tables of which only the kind of each column is declared."""
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import re
@@ -115,6 +117,8 @@ def test_a_table_of_kinds_is_trained_by_one_command_within_epsilon(table: Path) 
             ends = " to ".join(str(np.datetime64(int(day), "D")) for day in (low, high))
             assert re.search(r"a date of .*: [-\d]+ to [-\d]+, by noisy", card)
         assert ends in card
+    assert "index of the class" not in card
+    assert "print(predictions.predicted, predictions.probabilities)" in card
     assert {"age", "income", "since"} == report["data"]["ranges"].keys()
 
 
@@ -181,6 +185,15 @@ def test_a_number_to_predict_needs_no_range(table: Path) -> None:
     assert scored.exit_code == 0, scored.output
     predictions = dpmac_cli.load("run").predict(frame.drop(columns="y").head(20))
     assert np.all(np.array(predictions.predicted) >= low - 1)
+    card = Path("run/model-card.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    frame.head(20).to_csv("new.csv", index=False)
+    said = io.StringIO()
+    with contextlib.chdir("run"), contextlib.redirect_stdout(said):
+        exec(code.replace("new.csv", "../new.csv"), {})
+    assert said.getvalue().strip() == str(dict(predictions.columns))
+    assert list(predictions.columns) == ["predicted", "low", "high"]
+    assert "index of the class" not in card
 
 
 def events_of(report: dict[str, Any]) -> tuple[TrainingEvent, ...]:
@@ -423,9 +436,11 @@ def test_a_draft_points_out_columns_that_name_records(table: Path) -> None:
     frame["row"] = np.arange(len(frame)) + 1000
     frame["patient_id"] = 7
     frame["paid"] = 2 * np.arange(len(frame))
+    frame["patient"] = [f"P{number // 3:05}" for number in range(len(frame))]
     frame.to_csv("people.csv", index=False)
     by_kinds = dpmac("schema", "people.csv", "--label", "y", "--kinds").output
     assert "# case, row, patient_id: names of records" in by_kinds
+    assert "# patient: many different values. If they name persons" in by_kinds
     by_header = dpmac("schema", "people.csv", "--label", "y", "--drop", "case").output
     assert "# patient_id: names of records" in by_header
     dropped = dpmac("schema", "people.csv", "--label", "y", "--drop", "patient_id").output

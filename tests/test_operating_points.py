@@ -18,7 +18,12 @@ from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.tasks.bins import cumulative
 from dpmac_cli.tasks.calibration import Calibration, cells
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.operating_point import ENDS, OperatingPoint, share_of_last
+from dpmac_cli.tasks.operating_point import (
+    ENDS,
+    OperatingPoint,
+    interval_of_share,
+    share_of_last,
+)
 from tests.digits_runs import refused, report_of
 from tests.typed import dpmac
 
@@ -126,12 +131,13 @@ def test_a_prediction_has_another_point_where_it_is_asked_for(tmp_path: Path) ->
     x = patients(400, 2)[0]
     np.savez(tmp_path / "new.npz", x=x)
     shares = {}
-    for asked in ("", "balanced", "sensitivity=0.95", "0.9"):
+    for asked in ("", "most-likely", "balanced", "sensitivity=0.95", "0.9"):
         flags = ["--threshold", asked] if asked else []
         result = dpmac("predict", "run", "new.npz", "--out", "new.csv", "--force", *flags)
         assert result.exit_code == 0, result.output
         rows = Path("new.csv").read_text().splitlines()[1:]
         shares[asked] = sum(row.split(",")[1] == "ill" for row in rows) / len(rows)
+    assert shares["most-likely"] == shares[""]
     assert shares["0.9"] < shares[""] < shares["balanced"] < shares["sensitivity=0.95"]
     probabilities = dpmac_cli.load("run").predict(x, threshold=0.5)
     assert list(probabilities.predicted) == [
@@ -167,7 +173,24 @@ def test_under_covered_scores_rates_are_those_of_the_histogram_alone() -> None:
     said = report["sentences"]["operating_point"]
     assert f"its sensitivity is {at.rates(known)[0]:.1%}" in said
     assert f"and its specificity {at.rates(known)[1]:.1%}" in said
-    assert "of the records are well" in said
+    low, high = interval_of_share(known)
+    assert "; about " in said
+    assert f"of the records are well ({1 - high:.1%} to {1 - low:.1%}, because of the" in said
+
+
+def test_the_interval_of_a_share_holds_the_share_of_the_records() -> None:
+    """As often as it says: for few and many records, even and rare classes."""
+    draws = np.random.default_rng(0)
+    for first, last, noise in ((50, 50, 8.0), (950, 50, 20.0), (20, 0, 5.0)):
+        share = last / (first + last)
+        holds = 0
+        for _ in range(400):
+            counts = noise * draws.normal(size=(10, 2))
+            counts[0] += first, last
+            pairs = tuple((float(n), float(p)) for n, p in counts)
+            low, high = interval_of_share(Calibration(1.0, 0.0, pairs, noise))
+            holds += low - 1e-9 <= share <= high + 1e-9
+        assert holds >= 370  # 20 of 400 may miss, by chance up to 30
 
 
 # What is refused.

@@ -211,6 +211,8 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on() -> None:
     assert "wine.npz was not found. Put it back, or set --dataset" in refused(
         "train", "--resume", "run"
     )
+    said = "The run's data wine.npz was not found. Put it back, or set --dataset to its new path."
+    assert refused("eval", "run") == f"error: {said}"
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     done("train", "--resume", "run", "--dataset", "vino.npz")
     assert sum(event["steps"] for event in report_of("run")["events"]) == 8
@@ -373,3 +375,20 @@ def test_a_record_that_is_left_out_changes_no_published_byte() -> None:
     assert published("with") == published("without")
     for name in ("model.safetensors", "config.yaml", "model-card.md"):
         assert Path("with", name).read_bytes() == Path("without", name).read_bytes()
+
+
+def test_notes_on_images_that_become_square_and_on_a_split_that_is_there() -> None:
+    for place in ("scans/cat", "scans/dog", "split/train/cat", "split/train/dog", "split/val/cat"):
+        Path(place).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.random.default_rng(number).integers(0, 256, (9, 8), np.uint8)
+            Image.fromarray(pixels).save(Path(place, f"{number}.png"))
+    (declare, *_) = resolve(dataset="scans", epsilon=3).notes
+    square = "{image_size=}9 {classes=}cat,dog ({image_size} makes the 9x8 images square)"
+    assert declare.endswith(square)
+    notes = resolve(dataset="split", epsilon=3, test_fraction=0.25).notes
+    idle = "{test_fraction} has no effect with split, which has test records of its own."
+    assert idle in notes
+    assert not any("no effect" in note for note in resolve(dataset="split", epsilon=3).notes)
+    kept_out = resolve(dataset="scans", epsilon=3, test_fraction=0.25).notes
+    assert not any("no effect" in note for note in kept_out)

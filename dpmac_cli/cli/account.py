@@ -28,7 +28,7 @@ from dpmac_cli.accounting.statements import (
 )
 from dpmac_cli.cli import console, late
 from dpmac_cli.cli.kept_account import account_file, print_account
-from dpmac_cli.cli.options import command, faults_of_file
+from dpmac_cli.cli.options import command, faults_of_plot
 from dpmac_cli.cli.question import USED, Question, answer
 from dpmac_cli.cli.risk import print_risk
 from dpmac_cli.config.checks import delta_note
@@ -97,7 +97,7 @@ def account(
         print_account(file, as_json=flags.json, with_risk=flags.risk)
         return
     if flags.plot:
-        errors += faults_of_file(flags.plot, KINDS, True, "plot")
+        errors += faults_of_plot(flags.plot, KINDS)
     raise_errors(errors)
     with console.waiting(flags.json, "privacy cost"):
         if run is not None:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID
 from rich.text import Text
 
 from dpmac_cli.cli import console, late
-from dpmac_cli.cli.options import command, faults_of_file, stop, stop_request
+from dpmac_cli.cli.options import command, faults_of_plot, stop, stop_request
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import OneOf, SomePath
 from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCount
@@ -144,7 +144,7 @@ def _faults(executor: str, cluster: str | None, plot: Path | None) -> Iterator[s
     elif cluster is not None:
         yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
     if plot is not None:
-        yield from faults_of_file(plot, KINDS, True, "plot")
+        yield from faults_of_plot(plot, KINDS)
 
 
 def _print_plan(grid: Grid, *, quiet: bool, json: bool) -> None:

@@ -333,20 +333,58 @@ Trained = Annotated[
 ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file.")]
 
 
+#: Name of the library that draws figures, which every file of one contains.
+DRAWN_BY = b"Matplotlib"
+
+
 def faults_of_file(
-    path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
+    path: Path,
+    kinds: Sequence[str],
+    force: bool,
+    flag: str = "out",
+    read: Mapping[Path, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield faults of the path of a file to write; nothing if it can be used. Nothing is created.
 
     Args:
         path: the file.
         kinds: endings that it may have, in lower case with the dot, such as ".png".
-        force: whether an existing file is replaced. A folder never is.
+        force: whether an existing file is replaced. A folder never is, nor what the command reads.
         flag: name of the flag that the path is from, without dashes.
+        read: files and folders of records that the command or its run reads, with what they are,
+            such as "the table to predict". They need not exist.
     """
+    yield from _faults_of_place(path, kinds, flag)
+    if not path.exists():
+        return
+    for source, meaning in read.items():
+        if source.is_file() and source.samefile(path):
+            yield f"--{flag} {path} is {meaning}. Use another file."
+            return
+        if source.is_dir() and source.resolve() in path.resolve().parents:
+            yield f"--{flag} {path} is a file of {source}, {meaning}. Use another file."
+            return
+    if not (force and path.is_file()):
+        yield f"{path} already exists. Add --force to replace it, or use another --{flag}."
+
+
+def faults_of_plot(path: Path, kinds: Sequence[str]) -> Iterator[str]:
+    """Yield faults of the path of a figure to write with ``--plot``; nothing if it can be used.
+
+    An earlier figure is replaced, but no other picture: it may be a record.
+
+    Args:
+        path: the file.
+        kinds: endings that it may have, in lower case with the dot, such as ".png".
+    """
+    yield from _faults_of_place(path, kinds, "plot")
+    if path.exists() and not (path.is_file() and DRAWN_BY in path.read_bytes()):
+        yield f"--plot {path} already exists, and is no figure of dpmac. Use another file."
+
+
+def _faults_of_place(path: Path, kinds: Sequence[str], flag: str) -> Iterator[str]:
+    """Yield faults of the ending and the folder of a file to write."""
     if path.suffix.lower() not in kinds:
         yield f"--{flag} {path} must end in {' or '.join(kinds)}."
     if not path.parent.is_dir():
         yield f"The folder {path.parent} of --{flag} does not exist."
-    if path.exists() and not (force and path.is_file()):
-        yield f"{path} already exists. Add --force to replace it, or use another --{flag}."

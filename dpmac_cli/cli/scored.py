@@ -4,6 +4,7 @@ Scores and predictions are exact: they reveal information about the records that
 epsilon does not cover, and notes say so.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -120,8 +121,8 @@ Threshold = Annotated[
     str | None,
     THRESHOLD,
     Field(
-        description="Decision between two classes: balanced, a sensitivity for the last class, or "
-        "a probability of it. [default: that of the run]"
+        description="Decision between two classes: balanced, a sensitivity for the last class, a "
+        "probability of it, or most-likely. [default: that of the run]"
     ),
 ]
 Level = Annotated[
@@ -231,7 +232,7 @@ def predict(
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
     ran out or the device failed.
     """
-    faults = list(faults_of_file(out, (".csv",), force))
+    faults = list(faults_of_file(out, (".csv",), force, read=_records_of(run, data)))
     for path, remedy in ((run, f" {WANTED_MODEL}"), (data, "")):
         if not path.exists():
             faults.append(f"{path} does not exist.{remedy}")
@@ -257,6 +258,21 @@ def predict(
     if not quiet:
         records = counted(len(predictions.records), "record")
         console.stdout().print(Text(f"{out}: predictions for {records}"))
+
+
+def _records_of(run: Path, data: Path) -> dict[Path, str]:
+    """Return paths of records that no prediction may replace, with what they are.
+
+    Args:
+        run: folder of the run, or its model file. Settings that cannot be read name no records.
+        data: the records to predict.
+    """
+    paths = dict[Path, str]()
+    place = run if run.is_dir() else run.parent
+    with contextlib.suppress(*late.folder.BROKEN):
+        trained_on = late.folder.settings(place)["dataset"]
+        paths[Path(str(trained_on))] = f"the records that {run} was trained on"
+    return paths | {data: "the table to predict" if data.is_file() else "the records to predict"}
 
 
 def _show(released: "Released", result: "Evaluation", known: "DataFacts", json: bool) -> None:

@@ -45,6 +45,8 @@ from dpmac_cli.tasks.task import FUNCTIONS, is_loss_of_a_task
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
+#: Settings of the part of the records to hold out.
+OF_SPLIT = ("test_fraction", "split_seed")
 #: Number of dimensions of an image.
 IMAGE = 3
 
@@ -400,7 +402,11 @@ def _declaration(facts: DataFacts) -> str:
     }
     if names.count(",") < facts.task.outputs:
         flags["classes"] = f"{{classes=}}{shlex.quote(names)}"
-    return " ".join(flags[fact] for fact in facts.inferred if fact in flags)
+    declared = " ".join(flags[fact] for fact in facts.inferred if fact in flags)
+    if "image size" in facts.inferred and len(set(size)) > 1:
+        height, width = size
+        declared += f" ({{image_size}} makes the {height}x{width} images square)"
+    return declared
 
 
 def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
@@ -416,6 +422,8 @@ def _idle(plan: Plan, flags: Collection[str]) -> Iterator[str]:
             why = f"{{train=}}{plan.trained.part}"
         elif group == DATA and not plan.facts.user_supplied:
             why = plan.facts.typed
+        elif name in OF_SPLIT and plan.facts.test_size and not plan.facts.held_out:
+            why = f"{plan.facts.typed}, which has test records of its own"
         if why:
             yield f"{{{name}}} has no effect with {why}."
 

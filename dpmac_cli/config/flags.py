@@ -39,7 +39,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from dpmac_cli import before_0_4
-from dpmac_cli.errors import InputError, as_keywords, raise_errors
+from dpmac_cli.errors import InputError, as_keywords, plain, raise_errors
 
 #: A number in text, as a regular expression.
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
@@ -435,7 +435,8 @@ def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
         places: places of values of a file, by the names of their settings.
     """
     name, value = str(fault["loc"][0]), fault["input"]
-    why, _, _ = fault["msg"].partition(", unable to parse")
+    message, _, _ = fault["msg"].partition(", unable to parse")
+    why = plain(message)
     why = why.replace("Input should be greater than 0", "must be above 0")
     known = model.model_fields
     if name not in known:

@@ -29,7 +29,7 @@ from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.language_model import NETWORK
-from dpmac_cli.tasks.operating_point import BALANCED_POINT, is_point
+from dpmac_cli.tasks.operating_point import BALANCED_POINT, MOST_LIKELY, is_point
 from dpmac_cli.tasks.task import ASKED, CHOSEN, LOSSES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
@@ -47,7 +47,10 @@ RENAMED: Mapping[str, str] = {
     "max_physical_batch_size": "physical_batch",
 }
 #: Operating points of two classes.
-THRESHOLD = OneOf((BALANCED_POINT,), (is_point, "sensitivity=0.9, or a probability such as 0.3"))
+THRESHOLD = OneOf(
+    (BALANCED_POINT, MOST_LIKELY),
+    (is_point, "sensitivity=0.9, or a probability such as 0.3"),
+)
 #: Settings that contradict each other, and why. Those without a reason are ways to say the same: a
 #: flag replaces a file's setting.
 NOT_BOTH: NotBoth = {
@@ -380,8 +383,9 @@ class Settings(Priced, frozen=True):
     """Public shares of the classes among the records, such as 0.94,0.06: what is known of them, not
     counted in these records."""
     threshold: Annotated[str | None, THRESHOLD] = None
-    """Decision between two classes: balanced, a sensitivity for the last class, or a probability of
-    it. It costs no epsilon. [default: the largest output of the network]"""
+    """Decision between two classes: balanced, a sensitivity for the last class, a probability of
+    it, or most-likely, the largest output of the network. It costs no epsilon. [default:
+    most-likely]"""
     canaries: Annotated[
         int | None,
         Field(ge=2, le=1000000),

@@ -58,7 +58,9 @@ def read_yaml(file: Path) -> Layers:
     except OSError as failure:
         why = failure.strerror or failure
         raise InputError(f"{{config=}}{file} cannot be read ({why}).") from failure
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
+    except UnicodeDecodeError as failure:
+        raise InputError(f"{{config=}}{file} is not in UTF-8. Save it as UTF-8.") from failure
+    except (yaml.YAMLError, RecursionError) as failure:
         why = " ".join(str(failure).split())
         raise InputError(f"{{config=}}{file} is not valid YAML: {why}. {LINES}") from failure
     if not isinstance(mapping, dict):

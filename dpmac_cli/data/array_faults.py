@@ -151,6 +151,13 @@ def _faults_of_range(arrays: ArrayDict, declared: Declaration) -> Iterator[str]:
     is_good = np.zeros(columns, bool)
     are_numbers = all(end.dtype.kind in "fiu" for end in ends)
     have_shape = all(end.shape in ((), (columns,)) for end in ends)
+    if not have_shape:
+        lengths = " and ".join(f"{end.size:,}" for end in ends)
+        yield (
+            f"low and high have {lengths} numbers for {columns:,} columns. Give one number for all "
+            "columns, or one for each"
+        )
+        return
     if are_numbers and have_shape:
         is_good = _are_ranges(column_ranges(arrays["x"], *ends))
     if not is_good.all():

@@ -4,6 +4,7 @@ Pickled objects are never loaded, because they may run code. An array is allocat
 declared size was compared with the bytes of the file.
 """
 
+import difflib
 import math
 import os
 import zipfile
@@ -23,6 +24,8 @@ from dpmac_cli.tasks.task import is_labelled
 
 #: Most times that deflate makes bytes fewer, and most cells of an array that has no bytes.
 MOST_COMPRESSION, MOST_EMPTY = 1032, 1 << 20
+#: Similarity from which the name of an array is taken for a misspelt one, from 0 to 1.
+CLOSE = 0.75
 #: Arrays that are read.
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -59,7 +62,8 @@ def read_npz(
             arrays of any other name are ignored.
 
     Raises:
-        InputError: the file cannot be read, or an array is missing.
+        InputError: the file cannot be read, an array is missing, or one has a name that is almost
+            that of an array that is read.
     """
     arrays = {}
     try:
@@ -76,6 +80,13 @@ def read_npz(
             f"{path} cannot be read as an .npz of plain arrays ({why}). Write it with "
             "numpy.savez(file, x=..., y=...)."
         ) from failure
+    for name in names:
+        meant = difflib.get_close_matches(name.lower(), ARRAYS, n=1, cutoff=CLOSE)
+        if meant and name not in ARRAYS:
+            raise InputError(
+                f"{path} has an array {name}, which is not read. Did you mean {meant[0]}? Then "
+                "rename it."
+            )
     if not arrays.keys() >= set(needed):
         raise InputError(
             f"{path} must contain the arrays x (images or rows of numbers)"
@@ -104,6 +115,9 @@ def _read_array(
         version = npy.read_magic(file)
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read_header(file)
+    if dtype.hasobject:
+        name = entry.filename.removesuffix(".npy")
+        raise ValueError(f"the array {name} holds objects of Python, not numbers or texts")
     # An axis without entries, or of entries without bytes, has no data to compare its length with.
     cells = math.prod(max(1, size) for size in shape)
     is_negative = min((*shape, 0)) < 0

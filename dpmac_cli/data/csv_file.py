@@ -32,6 +32,8 @@ LINE_END, LINE_END_OF_TEXT = re.compile(rb"\r\n|\n|\r"), re.compile(r"\r\n|\n|\r
 SURROGATE = re.compile("[\ud800-\udfff]")
 #: Encoding that is read by its byte order mark, such as "Unicode text" of Excel.
 UTF16 = "utf-16"
+#: First bytes of a file that gzip wrote.
+GZIP = b"\x1f\x8b"
 #: Largest number of bytes that are parsed at a time; a record may be as long.
 BLOCK = 1 << 30
 STRAY = "has a quotation mark that neither encloses a cell nor is doubled"
@@ -60,6 +62,9 @@ class CsvFile:
             ValueError: its first line is no text.
             csv.Error: its first line is no line of a CSV.
         """
+        with self.path.open("rb") as file:
+            if file.read(len(GZIP)) == GZIP:
+                raise ValueError(f"it is compressed by gzip: unpack it, gunzip -c {self.path}")
         with self._begin() as file:
             lines = csv.reader(file, delimiter=self.delimiter())
             names = next(lines, [])

@@ -45,6 +45,13 @@ WARNING = """\
 IDENTIFIERS = """\
 # {columns}: names of records, as it seems, which say nothing about new ones. Move them to drop.
 """
+#: Line of a draft on columns of which many records share a value with few others.
+UNITS = """\
+# {columns}: many different values. If they name persons or other units with several records, move
+# them to drop, and train with --unit.
+"""
+#: Largest mean number of records per value of such a column.
+MOST_PER_VALUE = 20
 #: Fewest records with a value, all different, that make a column one of names.
 FEWEST_NAMES = 20
 
@@ -122,6 +129,23 @@ def names_records(name: str, kind: str, cells: pa.Array) -> bool:
         numbers = numbers[~np.isnan(numbers)]
         return len(numbers) == different == np.ptp(numbers) + 1
     return kind == "category"
+
+
+def names_units(kind: str, cells: pa.Array) -> bool:
+    """Return whether a column of words may name units, such as patients, with some records each.
+
+    That is so if there are at least :data:`FEWEST_NAMES` different words, one for at most
+    :data:`MOST_PER_VALUE` records on average.
+
+    Args:
+        kind: kind of the column, as a schema names it.
+        cells: its cells, shape (records,).
+    """
+    if kind != "category":
+        return False
+    text = text_cells(plain_cells(cells))
+    known = text.filter(pa.array(~is_one_of(text, MISSING))).drop_null()
+    return len(known.unique()) >= max(FEWEST_NAMES, len(known) / MOST_PER_VALUE)
 
 
 def cells_of(path: Path, encoding: str = UTF8) -> pa.Table:
@@ -235,9 +259,15 @@ def draft_of_kinds(
         width=10**6,
         allow_unicode=not escaped,
     )
-    names = []
+    of_records, of_units = list[str](), list[str]()
     for name, column in schema["columns"].items():
-        if names_records(name, column["type"], table[name].combine_chunks()):
-            names.append(quoted(name, escaped))
-    identifiers = IDENTIFIERS.format(columns=", ".join(names)) if names else ""
-    return WARNING.format(file=file.name) + identifiers + text
+        kind, cells = column["type"], table[name].combine_chunks()
+        if names_records(name, kind, cells):
+            of_records.append(quoted(name, escaped))
+        elif names_units(kind, cells):
+            of_units.append(quoted(name, escaped))
+    comments = WARNING.format(file=file.name)
+    for line, names in ((IDENTIFIERS, of_records), (UNITS, of_units)):
+        if names:
+            comments += line.format(columns=", ".join(names))
+    return comments + text

@@ -31,7 +31,8 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
     """Return an array; a list with texts becomes one of objects, so that no item changes another.
 
     Args:
-        values: an array, or anything that numpy can convert to one, such as a list or a tensor.
+        values: an array, or anything that numpy can convert to one, such as a list or a tensor,
+            whose gradient is left out.
         name: name of the array in the message.
 
     Raises:
@@ -55,7 +56,7 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
             raise TypeError("images of several types")
         if has_texts:
             return np.array(values, object)
-        return np.asarray(values)
+        return np.asarray(values.detach() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
         raise InputError(
             f"numpy cannot convert {name} to an array ({type(failure).__name__}). All records need "
@@ -171,7 +172,8 @@ def reading_of(declared: Declaration) -> Reading:
     for name, values in reading.arrays.items():
         is_converted = isinstance(values, Rows) or name in NAMES
         arrays[name] = values if is_converted else as_array(values, name)
-    numbers = reading.numbers or read_arrays(arrays, declared.texts, str(declared.path))
+    place, is_new = str(declared.path), not declared.labels
+    numbers = reading.numbers or read_arrays(arrays, declared.texts, place, new=is_new)
     return replace(reading, arrays=arrays, numbers=numbers)
 
 

@@ -32,7 +32,7 @@ from dpmac_cli.data.column_schema import (
     distinct,
     is_encoding,
 )
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, plain
 from dpmac_cli.libraries import jinja2
 
 #: Placeholder in a draft for values that the author must fill in.
@@ -209,6 +209,8 @@ def read_schema(file: Path) -> TableSchema:
         loader.name = str(file)  # for its messages
         root = loader.get_single_node()
         contents = None if root is None else loader.construct_document(root)
+    except UnicodeDecodeError as failure:
+        raise InputError(f"{{schema=}}{file} is not in UTF-8. Save it as UTF-8.") from failure
     except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
         fault = " ".join(str(failure).split())
         if isinstance(failure, OSError):
@@ -264,7 +266,7 @@ def schema_of(
                 model = PARTS[str(where[0])] if len(where) > 1 else TableSchema
                 why = f"there is no such key.{near(str(where[-1]), model.model_fields)}"
             else:
-                why = f"{error['msg'].removeprefix('Value error, ')}."
+                why = f"{plain(error['msg'].removeprefix('Value error, '))}."
             faults.append(f"{origin}{_line_of(where, root)}: {place}: {why}")
         raise InputError(faults) from failure
 

@@ -219,6 +219,8 @@ def _faults_of_labels(
         names = sorted(different)
         shown = names if len(names) <= NAMED else [*names[:NAMED], "..."]
         yield f"{name} contains names. Declare them as class names: {{classes=}}{','.join(shown)}"
+    elif y.ndim == 1 and y.dtype.kind == "b":
+        yield f"{name} has truth values. Make labels of them: {name}.astype(int)"
     elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield (
             f"{name} must have one integer per record, such as y.ravel(), not {y.dtype} of shape "
@@ -312,5 +314,6 @@ def check_classes(classes: Sequence[str], dataset: Declaration) -> None:
     faults = []
     for name, count in Counter(classes).items():
         if count > 1:
-            faults.append(f"{dataset.path} has {count} classes {name}")
+            source = str(dataset.path) if dataset.classes is None else "{classes}"
+            faults.append(f"{source} has {count} classes {name}")
     refuse(faults, " Class names must be unique.")

@@ -72,7 +72,7 @@ def is_text(x: NDArray[Any]) -> bool:
 
 
 def read_arrays(
-    arrays: dict[str, Any], reader: TextReader | None, name: str
+    arrays: dict[str, Any], reader: TextReader | None, name: str, *, new: bool = False
 ) -> Callable[..., Numbers] | None:
     """Replace texts in the arrays x and x_test by their inputs, in place, and add their ranges.
 
@@ -80,6 +80,7 @@ def read_arrays(
         arrays: arrays of a reader.
         reader: a public tokenizer; None for records that are no texts.
         name: name of the dataset in messages.
+        new: whether a model is to predict them, to which no encoder can be added.
 
     Returns:
         what makes records of the numbers; None without a reader.
@@ -94,7 +95,8 @@ def read_arrays(
         if reader is not None:
             arrays[key] = _inputs_of_array(x, reader, name)
         elif not isinstance(x, Rows) and is_text(x):
-            raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
+            remedy = "The model takes none: pass records like its own" if new else NEEDS_ENCODER
+            raise InputError(f"{name} contains texts. {remedy}.")
     if reader is None:
         return None
     low, high = reader.ranges(reader.limit)

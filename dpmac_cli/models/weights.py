@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from dpmac_cli.config.facts import some_of
 from dpmac_cli.errors import InputError, ModelError, first_fault, panics_as_errors
 from dpmac_cli.features.frozen import FrozenFeatures
+from dpmac_cli.files import MODEL_HEADER
 from dpmac_cli.models.trained_part import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
-MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
+CHECKPOINT_HEADER = "dpmac-checkpoint"
 #: Name of the file of a published model.
 MODEL_FILE = "model.safetensors"
 

@@ -79,7 +79,7 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     published = weights.published(model)
     tensors = {name: weights.stored(tensor) for name, tensor in published.items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
-    header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
+    header = {files.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
     files.write_atomically(path, safetensors.torch.save(tensors, header))
 
 
@@ -380,7 +380,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], Facts, str]:
             f"{file} is a private checkpoint, from which the noise of its run can be computed. "
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
-    text = header.get(weights.MODEL_HEADER, "{}")
+    text = header.get(files.MODEL_HEADER, "{}")
     facts = parse_file(Facts, text, file, FOREIGN, WANTED)
     sealed = json.loads(text)
     checksum = sealed.pop(CHECKSUM, None)

@@ -172,10 +172,15 @@ class Predictions:
         For a classifier the name of the class that is decided on, "" if the output contains NaN.
         For numbers a number, NaN if the output is. For a language model how a text continues.
         """
-        return self._columns["predicted"]
+        return self.columns["predicted"]
 
     @property
-    def _columns(self) -> dict[str, Sequence[Any]]:
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Values of the records by the columns of the task, as ``dpmac predict`` writes them.
+
+        They are "predicted", and probabilities of classes ("p_NAME"), or "low" and "high" of the
+        interval of a number, if the model has intervals.
+        """
         texts = {} if self.texts is None else {"predicted": self.texts}
         with code_of_task():
             return texts | self.task.columns(self.outputs)
@@ -193,7 +198,7 @@ class Predictions:
             OSError: the file cannot be written.
         """
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
-        columns |= self._columns
+        columns |= self.columns
         if isinstance(self.records[0], int):
             columns = {"row": self.records, **columns}
         else:
@@ -253,7 +258,8 @@ def _at(released: Released, threshold: str | float | None) -> Task:
 
     Args:
         released: the model.
-        threshold: "balanced", "sensitivity=0.9" or a probability; None for the model's own.
+        threshold: "balanced", "sensitivity=0.9", a probability or "most-likely"; None for the
+            model's own.
 
     Raises:
         InputError: the model has no such point.

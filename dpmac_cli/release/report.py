@@ -3,6 +3,7 @@
 Its first half are the :class:`~dpmac_cli.release.facts.Facts` of the model. Does not import torch.
 """
 
+from json import loads
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import (
 from dpmac_cli.accounting.events import MOST_COUNT, Count, TrainingEvent
 from dpmac_cli.config.records import AnyNumber
 from dpmac_cli.errors import InputError, first_fault
+from dpmac_cli.files import model_header
 from dpmac_cli.release.facts import FORMAT, Facts, UnknownTaskError
 from dpmac_cli.runs import folder, ledger, lock
 from dpmac_cli.runs.headers import Number, Part, PrintableText
@@ -190,7 +192,8 @@ def how_it_ended(run: Path) -> tuple[str, Report | None]:
     Returns:
         The state that the report has (:func:`~dpmac_cli.runs.ledger.state_of` says which), and the
         report. Or None as the second value, beside :data:`RUNNING` while another process has the
-        folder, :data:`CUT_OFF` without a report, or :data:`DAMAGED` if it cannot be read.
+        folder, :data:`CUT_OFF` without a report, or :data:`DAMAGED` if it cannot be read, or is of
+        another model than the one beside it.
     """
     if lock.in_use(run):
         return RUNNING, None
@@ -198,9 +201,24 @@ def how_it_ended(run: Path) -> tuple[str, Report | None]:
         return CUT_OFF, None
     try:
         report = read_report(run)
-    except InputError:
+        is_whole = _is_of_model(run)
+    except (InputError, *folder.BROKEN):
         return DAMAGED, None
-    return report.state, report
+    return (report.state, report) if is_whole else (DAMAGED, None)
+
+
+def _is_of_model(run: Path) -> bool:
+    """Return whether a report has the facts of the model beside it, or there is no model.
+
+    Raises:
+        BROKEN: one of :data:`~dpmac_cli.runs.folder.BROKEN`: one of the files is damaged.
+    """
+    model = run / folder.MODEL
+    if not model.exists():
+        return True
+    report = loads((run / folder.REPORT).read_bytes())
+    published = dict(model_header(model))
+    return all(report.get(name) == published.get(name) for name in Facts.model_fields)
 
 
 def events_of(run: Path) -> tuple[TrainingEvent, ...]:

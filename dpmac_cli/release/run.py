@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.arguments import checked
 from dpmac_cli.before_0_4 import ReportValues
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import to_json
@@ -30,8 +31,8 @@ from dpmac_cli.training.evaluation import Evaluation
 class Run:
     """A finished run, or the model file of one: what it promises, and its network.
 
-    :func:`~dpmac_cli.train`, :func:`~dpmac_cli.resume` and ``PrivateStep.publish`` return one, and
-    :func:`~dpmac_cli.load` reads one from disk::
+    :func:`~dpmac_cli.train`, :func:`~dpmac_cli.resume` and ``publish`` of
+    :func:`~dpmac_cli.make_private` return one, and :func:`~dpmac_cli.load` reads one from disk::
 
         run = train(dataset="digits", epsilon=3)
         run.epsilon, run.score().accuracy, run.predict(images).predicted
@@ -93,6 +94,7 @@ class Run:
         state: State = self.report["state"]
         return state
 
+    @checked()
     def score(self, dataset: Any = None, *, data_dir: Path | str | None = None) -> Evaluation:
         """Score the network on all test records.
 
@@ -111,6 +113,7 @@ class Run:
         result, _ = scoring.score(self.released, dataset, data_dir)
         return result
 
+    @checked()
     def predict(
         self,
         data: Any,
@@ -134,8 +137,8 @@ class Run:
             id_column: column of a table to keep beside each record; by default ``id``.
             length: number of tokens to add to a text; by default 50.
             temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
-            threshold: operating point of two classes: "balanced", "sensitivity=0.9" or a
-                probability; by default that of the model.
+            threshold: operating point of two classes: "balanced", "sensitivity=0.9", a
+                probability, or "most-likely"; by default that of the model.
             level: share of the targets that the intervals of numbers have; by default 0.9.
 
         Raises:
@@ -154,6 +157,7 @@ class Run:
         )
 
 
+@checked()
 def load(
     path: Path | str,
     *,

@@ -25,6 +25,7 @@ from dpmac_cli.tasks.calibration import Calibration
 from dpmac_cli.tasks.operating_point import (
     SENSITIVITY,
     OperatingPoint,
+    interval_of_share,
     records_of_last,
     share_of_last,
 )
@@ -312,16 +313,20 @@ def operating_point(
     sensitivity, specificity = point.rates(calibration)
     low, high = point.interval(calibration)
     share = share_of_last(calibration)
+    ends = interval_of_share(calibration)
+    if share <= 0.5:
+        ends = (1 - ends[1], 1 - ends[0])
     statement += (
         f" By the noisy histogram of the training records, its sensitivity is {sensitivity:.1%} "
         f"({low:.1%} to {high:.1%}, because of the noise) and its specificity {specificity:.1%}; "
-        f"{max(share, 1 - share):.1%} of the records are {names[share > 0.5]}."
+        f"about {max(share, 1 - share):.1%} of the records are {names[share > 0.5]} "
+        f"({ends[0]:.1%} to {ends[1]:.1%}, because of the noise)."
     )
     few = records_of_last(calibration) * epsilon < ENOUGH
     if few and SENSITIVITY.fullmatch(point.asked):
         statement += (
-            f" There are few records of {names[1]} for a sensitivity at this epsilon: some "
-            f"{ENOUGH / epsilon:,.0f} are enough."
+            f" There are few records of {names[1]} for a sensitivity at this epsilon: from about "
+            f"{ENOUGH / epsilon:,.0f} on, it is met within 5 points."
         )
     return statement
 

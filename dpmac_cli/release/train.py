@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dpmac_cli.arguments import checked
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values, values_of
@@ -30,6 +31,7 @@ def never() -> bool:
     return False
 
 
+@checked(never_none=("data", "dataset"))
 def train(
     settings: Settings | Values | None = None,
     *,
@@ -68,6 +70,7 @@ def train(
     return replace(run, notes=notes, private_notes=resolved.private_notes + run.private_notes)
 
 
+@checked()
 def resume(
     where: Run | Path | str,
     settings: Settings | Values | None = None,

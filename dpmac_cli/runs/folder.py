@@ -300,6 +300,13 @@ def check_chosen_folder(folder: Path | None, force: bool) -> None:
     Raises:
         InputError: the folder cannot be used, with what to use instead. Nothing is changed.
     """
+    if folder is not None and str(folder).startswith("-"):
+        raise InputError(f"{{out=}}{folder} begins like a flag of a command. Use another name.")
+    if folder is not None and folder.is_symlink() and not folder.exists():
+        raise InputError(
+            f"{{out=}}{folder} is a link to a folder that does not exist. Make that folder, or use "
+            "another one."
+        )
     if folder is not None and folder.exists() and not folder.is_dir():
         raise InputError(f"{{out=}}{folder} is a file. Use a folder.")
     if folder is None or not folder.exists() or all(map(is_leftover, folder.iterdir())):

@@ -1,5 +1,6 @@
 """From flags and files to the plan of a run: reads your own records for it, once."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.planning import plan
 from dpmac_cli.config.settings import DATA, GROUPS, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, given_settings, over, read_yaml, values_of
-from dpmac_cli.errors import InputError, as_keywords
+from dpmac_cli.errors import InputError, as_keywords, raise_errors
 
 if TYPE_CHECKING:
     from dpmac_cli.data.dataset import Dataset
@@ -104,6 +105,26 @@ def _read(settings: Settings) -> "Dataset":
     return read(settings)
 
 
+def missing_files(recorded: Values, chosen: Values, names: Iterable[str]) -> Iterator[str]:
+    """Yield faults of files of a run's data that are no longer where they were.
+
+    Args:
+        recorded: settings of the run, by name.
+        chosen: settings that say where its files are now, by name.
+        names: settings to look at, such as "dataset" and "schema".
+    """
+    for name in names:
+        place = recorded.get(name)
+        if place is None or place in DATASETS or is_given(chosen.get(name)):
+            continue
+        if not Path(place).exists():
+            what = "data" if name == "dataset" else name
+            yield (
+                f"The run's {what} {place} was not found. Put it back, or set {{{name}}} to its "
+                "new path."
+            )
+
+
 def settings_of_data(values: Values, file: Path | None = None) -> Settings:
     """Return the settings of a dataset alone, to read it as a run did.
 
@@ -123,9 +144,11 @@ def settings_of_data(values: Values, file: Path | None = None) -> Settings:
         of_data = name == "dataset" or GROUPS.get(name) == DATA
         if of_data and name not in above:
             below[name] = value
+    places_below = {name: place for name, place in places.items() if name in below}
     if file is not None and str(below.get("dataset", "")).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add {{dataset}} with "
             "the path of a file of them, or pass them: load(run).score(data)."
         )
-    return Settings.model_validate(over(above, below), context=places)
+    raise_errors(missing_files(below, above, ["dataset"]))
+    return Settings.model_validate(over(above, below), context=places_below)

@@ -25,7 +25,7 @@ from dpmac_cli.config.sources import by_setting
 from dpmac_cli.data.dataset import Dataset
 from dpmac_cli.dp.histogram import NoisyHistogram
 from dpmac_cli.dp.torch_errors import torch_failures_explained
-from dpmac_cli.errors import BudgetError, InputError, as_flags
+from dpmac_cli.errors import BudgetError, InputError, as_flags, raise_errors
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
@@ -33,7 +33,7 @@ from dpmac_cli.runs import checkpoint, folder, lock
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, read_ledger, state_of
 from dpmac_cli.runs.prepare import prepare
-from dpmac_cli.runs.resolve import Resolved, resolve
+from dpmac_cli.runs.resolve import Resolved, missing_files, resolve
 from dpmac_cli.runs.session import Session, SessionEvent, config_file
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
@@ -406,13 +406,12 @@ def _check_changes(run: Path, before: Mapping[str, Any], changes: Mapping[str, A
     source, dataset, model = before["dataset"], changes.get("dataset"), changes.get("model")
     moved = set[str]()
     if source not in DATASETS:
-        if dataset is None and not Path(source).exists():
-            remedy = "Put it back, or set {dataset} to its new path."
-            if source.startswith("<"):
-                remedy = "It was in memory: resume it in a program, resume(folder, dataset=...)."
+        if dataset is None and source.startswith("<"):
+            remedy = "It was in memory: resume it in a program, resume(folder, dataset=...)."
             raise InputError(f"The run's data {source} was not found. {remedy}")
+        raise_errors(missing_files(before, changes, ["dataset", "schema"]))
         if dataset not in DATASETS:
-            moved.add("dataset")
+            moved.update(("dataset", "schema"))
     if isinstance(parse_model(before["model"]), UserModel):
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.arguments import checked
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Limits of what a federation guarantees.
@@ -127,6 +128,7 @@ class Federation:
         )
 
 
+@checked()
 def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = "") -> Federation:
     """Return what the claims of all rounds of all silos mean together.
 
@@ -142,6 +144,8 @@ def federation(claims: Iterable[Claim], *, server: str = "", aggregation: str = 
     """
     by_silo: dict[str, list[Claim]] = {}
     for claim in claims:
+        if not isinstance(claim, Claim):
+            raise InputError(f"federation: {claim!r:.100} is no claim. Use reply.claim of a silo.")
         known = by_silo.setdefault(claim.silo, [])
         if claim not in known:  # a reply that was sent again
             known.append(claim)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import files
 from dpmac_cli.accounting.account import Account
+from dpmac_cli.arguments import checked
 from dpmac_cli.errors import BudgetError, DpmacError, InputError
 from dpmac_cli.models.digest import digest
 from dpmac_cli.models.trial_samples import BatchLoss
@@ -117,6 +118,7 @@ class Silo:
         InputError: settings or records cannot be used.
     """
 
+    @checked()
     def __init__(
         self,
         folder: str | Path,
@@ -190,7 +192,11 @@ class Silo:
                 was begun with other settings.
             BudgetError: no noise meets epsilon.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=files.PRIVATE_FOLDER)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=files.PRIVATE_FOLDER)
+        except OSError as failure:
+            why = "is a file" if self.folder.is_file() else f"cannot be made ({failure.strerror})"
+            raise InputError(f"{self.folder} {why}. Use a folder of this silo alone.") from failure
         lock = FileLock(self.folder / LOCK, timeout=0, mode=files.PRIVATE_MODE)
         try:
             lock.acquire()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.arguments import checked
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder, lock
 from dpmac_cli.studies import local
@@ -14,6 +15,7 @@ from dpmac_cli.studies.written import write_comparison
 RUNS = "runs"
 
 
+@checked(never_none=("dataset",))
 def compare(
     out: Path | str = "runs/compare",
     *,

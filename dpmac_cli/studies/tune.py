@@ -16,6 +16,7 @@ from typing import Any
 
 from dpmac_cli import files
 from dpmac_cli.accounting.statements import cost_in_words
+from dpmac_cli.arguments import checked
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.models.dataset import Data
@@ -33,6 +34,7 @@ from dpmac_cli.tasks.task import METRICS
 TRIAL = "trial"
 
 
+@checked(never_none=("dataset",))
 def tune(
     *,
     config: Path | str | None = None,

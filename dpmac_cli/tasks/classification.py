@@ -314,8 +314,9 @@ class Classification(Task):
             )
         if not rare:
             return None
+        quoted = ", ".join(map(repr, rare))
         return (
-            f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
+            f"almost no test sample of {quoted} is classified correctly: balanced "
             f"accuracy {percent_or_dash(balanced_accuracy(of))}. --class-weights can give such "
             f"classes more weight{', and --threshold balanced decides' * self._can_balance}.",
             False,

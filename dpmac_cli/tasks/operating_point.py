@@ -31,6 +31,8 @@ SENSITIVITY = re.compile(rf"sensitivity=({PROBABILITY.pattern})")
 ENDS = (-2 * SIGNED_EDGES[-1], *SIGNED_EDGES, 2 * SIGNED_EDGES[-1])
 #: Shares of the classes are at least this.
 LEAST_SHARE = 0.001
+#: Standard deviations of a normal number from its mean to the ends of its 95% interval.
+NORMAL_95 = 1.96
 #: Times that the noise is drawn again for an interval, with a public seed.
 DRAWS = 400
 
@@ -156,6 +158,25 @@ def share_of_last(calibration: Calibration) -> float:
     total = float(_known(calibration).sum())
     share = records_of_last(calibration) / total if total > 0 else 0.5
     return min(max(share, LEAST_SHARE), 1 - LEAST_SHARE)
+
+
+def interval_of_share(calibration: Calibration) -> tuple[float, float]:
+    """Return a 95% interval of the share of the last class, because of the noise of the histogram.
+
+    It has every share r of which the counts n0 and n1 of the classes, each with noise of standard
+    deviation s, do not tell: ``|(1 - r) n1 - r n0| <= 1.96 s sqrt((1 - r)^2 + r^2)`` (Fieller).
+
+    Args:
+        calibration: that of the network, with its noisy counts.
+    """
+    counts = np.array(calibration.counts)
+    first, last = counts.sum(0)
+    deviation = calibration.noise * len(counts) ** 0.5
+    shares = np.linspace(0, 1, 1001)
+    rests = 1 - shares
+    distance = np.abs(rests * last - shares * first)
+    inside = shares[distance <= NORMAL_95 * deviation * np.hypot(rests, shares)]
+    return (float(inside.min()), float(inside.max())) if len(inside) else (0.0, 1.0)
 
 
 def _line(calibration: Calibration | None) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.arguments import checked
 from dpmac_cli.dp.clipping.batches import (
     Batch,
     Structure,
@@ -204,6 +205,7 @@ class ClippedGrad:
         return self._sums
 
 
+@checked()
 def clipped_grad(
     model: nn.Module,
     loss: BatchLoss,

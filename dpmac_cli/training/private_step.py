@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from dpmac_cli.accounting.account import Account
 from dpmac_cli.accounting.part import Part
 from dpmac_cli.accounting.places import places_of
+from dpmac_cli.arguments import checked
 from dpmac_cli.config.defaults import physical_batch
 from dpmac_cli.config.plan import Plan
 from dpmac_cli.dp.clipping.batches import (
@@ -157,6 +158,7 @@ class PrivateStep(PrivateProgram):
         """Return the network. Steps run it in the modes in which it was validated."""
         return self._model
 
+    @checked()
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
     ) -> Iterator[Batch]:
@@ -186,6 +188,8 @@ class PrivateStep(PrivateProgram):
                 that read a dataset.
             ModelError: see :class:`PrivateStep`.
         """
+        if workers < 0:
+            raise InputError(f"loader: workers must be at least 0, not {workers}.")
         size = size_of(dataset)
         check_size(size, self._sampling)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
@@ -252,6 +256,7 @@ class PrivateStep(PrivateProgram):
             self._drawn = None
         return number
 
+    @checked()
     def reserve(self, steps: int) -> None:
         """Begin the next steps in the account of the records at once, before they are taken.
 
@@ -296,6 +301,7 @@ class PrivateStep(PrivateProgram):
             "lr": self.lr,
         }
 
+    @checked()
     def load_state_dict(self, saved: Mapping[str, Any], *, taken: int | None = None) -> None:
         """Continue a training with new noise and batches.
 

@@ -248,3 +248,15 @@ def test_every_key_of_json_is_documented_and_read_as_documented() -> None:
     assert known - row.keys() == {"search"}
     [line] = re.findall(r"^\$ (dpmac account .*--json \| python3 .*)$", page, re.MULTILINE)
     assert shell(line).stdout.strip() == f"{row['epsilon']:.3f}"
+
+
+def test_a_plot_replaces_a_figure_and_no_other_picture() -> None:
+    for name in ("curve.png", "curve.svg", "curve.pdf"):
+        figure = Path(name)
+        for _ in range(2):
+            assert account(f"{SMALL} --risk --plot {name}").exit_code == 0
+        figure.write_bytes(b"a photo")
+        result = account(f"{SMALL} --risk --plot {name}")
+        assert (result.exit_code, figure.read_bytes()) == (2, b"a photo")
+        said = f"error: --plot {name} already exists, and is no figure of dpmac. Use another file."
+        assert result.stderr.strip() == said

@@ -163,6 +163,28 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     )
 
 
+def test_predictions_replace_no_records(tabular: Path) -> None:
+    """Neither those to predict nor those of the training, by whatever name or link."""
+    new = Path("new.csv")
+    new.write_text("name,age,town\nA,20,Bonn\n")
+    Path("folder").mkdir()
+    Path("folder/inside.csv").write_text("age,town\n20,Bonn\n")
+    Path("link.csv").symlink_to(new)
+    os.link(new, "hard.csv")
+    trained_on = Path("old.csv")
+    trained_on.write_text("the records of the training")
+    for out, source, expected in (
+        (new, new, "--out new.csv is the table to predict. Use another file."),
+        ("link.csv", new, "--out link.csv is the table to predict. Use another file."),
+        (new, "hard.csv", "--out new.csv is the table to predict. Use another file."),
+        (trained_on, new, "--out old.csv is the records that run was trained on. Use"),
+        ("folder/inside.csv", "folder", "is a file of folder, the records to predict."),
+    ):
+        assert expected in refused(tabular, source, "--out", out, "--force")
+    assert new.read_text().startswith("name,age,town")
+    assert trained_on.read_text() == "the records of the training"
+
+
 def test_a_category_that_is_not_declared_is_named_with_its_record(tabular: Path) -> None:
     Path("new.csv").write_text("town,age\nUlm,30\nUlm ,30\nulm,30\nKöln,9\n,9\n")
     result = dpmac("predict", tabular, "new.csv")

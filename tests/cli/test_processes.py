@@ -16,7 +16,7 @@ from PIL import Image
 
 from dpmac_cli.runs import checkpoint
 from tests.digits_runs import report_of
-from tests.typed import ENVIRONMENT, process
+from tests.typed import ENVIRONMENT, process, shell
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--device", "cpu", "--out", "run")
 Processes = list["subprocess.Popen[str]"]
@@ -160,3 +160,10 @@ def test_files_of_a_run_are_in_utf_8_in_every_locale() -> None:
     assert report_of("run")["data"]["classes"] == [*CLASSES[:2]]
     for name in ("run/model-card.md", "p.csv"):
         assert CLASSES[0] in Path(name).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "runs --help", "recipes"])
+def test_output_that_is_lost_is_one_line_and_no_traceback(words: str) -> None:
+    done = shell(f"dpmac {words} > /dev/full")
+    lost = "error: standard output: No space left on device. Free some space.\n"
+    assert (done.returncode, done.stderr) == (2, lost)

@@ -143,3 +143,19 @@ def test_a_report_that_cannot_be_read_is_not_overlooked(study: Path) -> None:
     Path("runs/newer").mkdir(parents=True)
     Path("runs/newer", folder.REPORT).write_text(json.dumps({**report, "version": 99}))
     assert [entry["state"] for entry in listed()] == ["damaged"]
+
+
+def test_a_report_of_another_epsilon_than_its_model_is_damaged(tmp_path: Path) -> None:
+    run = train_digits(out=tmp_path / "run").folder
+    text = (run / folder.REPORT).read_text()
+    report = json.loads(text)
+    assert listed(run)[0]["state"] == "finished"
+    (run / folder.REPORT).write_text(json.dumps(report | {"epsilon": 0.001}))
+    [entry] = listed(run)
+    assert (entry["state"], entry["epsilon"]) == ("damaged", None)
+    (run / folder.REPORT).write_text(text)
+    for crafted in (b"", b"\xff" * 20, b"\x02" + bytes(7) + b"{}", b"\x02" + bytes(7) + b"[]"):
+        (run / folder.MODEL).write_bytes(crafted)
+        assert listed(run)[0]["state"] == "damaged"
+    (run / folder.MODEL).unlink()  # of a report alone, nothing else is known
+    assert listed(run)[0]["state"] == "finished"
