@@ -46,7 +46,7 @@ SMALL = (
 #: Two runs, where it does not matter which.
 PAIR = (*COMMON, *("--optimizers", "dp-macadam", "--seeds", "2", "--steps", "3"))
 LONG = (
-    *(*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "12"),
+    *(*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "30"),
     *("--checkpoint-every", "5"),
 )
 ONE, TWO = ("--jobs", "1"), ("--jobs", "2")
