@@ -58,7 +58,7 @@ IN_JSON = (
 RunOrAccount = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="Run folder or report to recompute epsilon for; or an account on disk, or the folder "
         "of a silo, to read.",
     ),
