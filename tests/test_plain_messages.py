@@ -91,3 +91,14 @@ def test_folders_that_no_command_could_use(out: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
         check_chosen_folder(Path(out), force=True)
     assert message in str(raised.value)
+
+
+def test_names_of_columns_that_are_hard_to_see_are_quoted() -> None:
+    Path("table.csv").write_text(" a,,y\n1,2,no\n2,3,yes\n")
+    Path("schema.yaml").write_text(
+        "label: {column: y, classes: [no, yes]}\ncolumns: {a: {range: [0, 3]}}\n"
+    )
+    said = refused(dataset="table.csv", schema="schema.yaml")
+    assert "There is no column a, which" in said
+    assert "does not declare the column ' a', to use" in said
+    assert "does not declare the column '', to use" in said

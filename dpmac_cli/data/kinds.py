@@ -24,7 +24,7 @@ from dpmac_cli.data.table_cells import (
     text_cells,
     values_in,
 )
-from dpmac_cli.data.table_schema import is_named_as_id, quoted
+from dpmac_cli.data.table_schema import as_list, is_named_as_id, quoted
 from dpmac_cli.data.values import MISSING
 from dpmac_cli.errors import InputError
 
@@ -215,8 +215,8 @@ def schema_of_kinds(
     faults = []
     for name in names:
         if name not in table.column_names:
-            faults.append(f"There is no column {name}")
-    refuse(faults, f" The table has the columns {', '.join(table.column_names)}.")
+            faults.append(f"There is no column {as_list([name])}")
+    refuse(faults, f" The table has the columns {as_list(table.column_names)}.")
     used = [name for name in table.column_names if name not in (label, *dropped)]
     if not used:
         raise InputError("There is no column to learn from besides the label.")

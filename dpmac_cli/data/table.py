@@ -34,7 +34,7 @@ from dpmac_cli.data.table_inputs import (
     units_of_column,
 )
 from dpmac_cli.data.table_rows import TableRows
-from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.table_schema import TableSchema, as_list
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import is_labelled
 
@@ -134,7 +134,9 @@ def _used(
     faults = _absent(declared, table.names)
     for name in table.names:
         if name not in declared:
-            faults.append(f"The schema does not declare the column {name}, to use or to drop it")
+            faults.append(
+                f"The schema does not declare the column {as_list([name])}, to use or to drop it"
+            )
     refuse(faults, f" Correct {table.path} or its schema.")
     return tuple(name for name in declared if name not in schema.drop or name == unit)
 
@@ -207,7 +209,7 @@ def read_inputs(declared: Declaration) -> Reading:
     faults = _absent(inputs, table.names)
     if named_by is not None and named_by not in table.names:
         faults.append(f"There is no column {named_by} for {{id}}")
-    refuse(faults, f" {table.path} has the columns {', '.join(table.names)}.")
+    refuse(faults, f" {table.path} has the columns {as_list(table.names)}.")
     rows = table.rows(used, schema.columns, skip_bad)
     x, _, _ = inputs_in(schema.columns, rows, declared.texts)
     if skip_bad:
@@ -239,5 +241,5 @@ def _absent(
     faults = []
     for name in wanted:
         if name not in names:
-            faults.append(f"There is no column {name}, which the schema declares")
+            faults.append(f"There is no column {as_list([name])}, which the schema declares")
     return faults

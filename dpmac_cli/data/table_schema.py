@@ -6,7 +6,7 @@ another one is read. Imports neither numpy nor torch.
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -345,6 +345,19 @@ def is_named_as_id(name: str) -> bool:
         (True, False)
     """
     return ID.fullmatch(name) is not None
+
+
+def as_list(names: Iterable[str]) -> str:
+    """Return names of columns for a message; those with blanks or without letters are quoted.
+
+    Example:
+        >>> as_list(["age", "", " sex"])
+        "age, '', ' sex'"
+    """
+    shown = list[str]()
+    for name in names:
+        shown.append(name if len(name.split()) == 1 and name == name.strip() else repr(name))
+    return ", ".join(shown)
 
 
 def quoted(name: str, escaped: bool) -> str:
