@@ -34,7 +34,7 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import train_plan
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, new_folder
 from dpmac_cli.runs import train as running
 from dpmac_cli.runs.resolve import resolve
 from dpmac_cli.studies import tune as tuning
@@ -81,7 +81,7 @@ class Trainer:
         assert plan.settings.out is not None
         where = plan.settings.out
         assert not where.exists()
-        folder.make_folder(where)
+        new_folder.make_folder(where)
         folder.checkpoints(where)
         (where / folder.CHECKPOINTS / folder.STATE).write_text("state")
         self.rates.append(str(plan.optimizer.lr))

@@ -29,7 +29,7 @@ from dpmac_cli.config.settings import Config, DryRun, PrintJson, Quiet, SmallCou
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.files import to_json
 from dpmac_cli.release.plots import KINDS, write_figure
-from dpmac_cli.runs import folder, lock
+from dpmac_cli.runs import folder, lock, new_folder
 from dpmac_cli.studies import local
 from dpmac_cli.studies.compare import RUNS, unfinished
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan
@@ -188,7 +188,7 @@ def _carry_out(
             workers = late.ray_cluster.Tasks(grid.runs, jobs)
         elif unfinished(grid):
             workers = local.Commands(grid.runs, jobs)
-        folder.make_folder(out / RUNS)
+        new_folder.make_folder(out / RUNS)
         resources.enter_context(lock.locked(out))
         missing = unfinished(grid)
         display = resources.enter_context(contextlib.closing(StudyDisplay(screen, grid, missing)))

@@ -40,7 +40,7 @@ from dpmac_cli.files import write_atomically
 from dpmac_cli.release.prediction import Predictions
 from dpmac_cli.release.run import load
 from dpmac_cli.release.train import finish, train_plan
-from dpmac_cli.runs import folder, lock
+from dpmac_cli.runs import folder, lock, new_folder
 from dpmac_cli.runs.resolve import resolve
 
 #: Largest seed that is drawn from a generator of numbers.
@@ -129,7 +129,7 @@ class PrivateEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has
         check_is_fitted(self)
         where = Path(out)
         folder.check_chosen_folder(where, force)
-        folder.make_folder(where)
+        new_folder.make_folder(where)
         with lock.locked(where):
             folder.clear(where)
             for name, content in self._files.items():

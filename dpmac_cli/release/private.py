@@ -25,7 +25,7 @@ from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial_samples import trained_parts
 from dpmac_cli.release.publish import publish
 from dpmac_cli.release.run import Run
-from dpmac_cli.runs import folder, lock
+from dpmac_cli.runs import folder, lock, new_folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.resolve import resolve
@@ -239,7 +239,7 @@ class PrivateTraining(PrivateProgram):
         session = Session(
             task=self._task,
             trainer=trainer,
-            where=folder.make_folder(where),
+            where=new_folder.make_folder(where),
             history=[line],
             scored=result,
             seconds=seconds,

@@ -6,9 +6,7 @@ Files are written atomically and never overwritten unintentionally. Functions wh
 
 import contextlib
 import hashlib
-import itertools
 import json
-import os
 import shlex
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -19,7 +17,6 @@ import yaml
 
 from dpmac_cli.bounded_yaml import ValueLoader, read_text
 from dpmac_cli.config.networks import UserModel, parse_model
-from dpmac_cli.config.plan import Plan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
@@ -151,44 +148,6 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         raise InputError(f"{file} is a folder, not a file. {wanted}") from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
-
-
-def make_place(plan: Plan) -> Path:
-    """Create the folder of a run, and return its path.
-
-    That is the chosen one, which may exist, or the first free one in :data:`RUNS`.
-
-    Args:
-        plan: plan of the run, whose folder was checked by :func:`check_chosen_folder`.
-
-    Raises:
-        InputError: it cannot be created.
-    """
-    out = plan.settings.out
-    return new_folder(RUNS, plan.stem) if out is None else make_folder(out)
-
-
-def new_folder(root: Path, stem: str) -> Path:
-    """Create the first free folder of root/stem-1, root/stem-2, ..., and return its path.
-
-    Two processes that do this at once get different folders.
-
-    Args:
-        root: folder of all runs, which is created if it is missing.
-        stem: beginning of the name.
-
-    Raises:
-        InputError: ``root`` is a file, or cannot be written to.
-    """
-    if os.path.lexists(root) and not root.is_dir():
-        raise InputError(f"{root} is a file, but dpmac needs a folder of that name for runs.")
-    with writable(root):
-        root.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            with contextlib.suppress(FileExistsError):
-                (root / f"{stem}-{number}").mkdir()
-                break
-    return root / f"{stem}-{number}"
 
 
 def _named(place: Path, names: Iterable[str]) -> list[Path]:
@@ -473,33 +432,3 @@ def resume_elsewhere_command(run: Path, changes: Iterable[str]) -> str:
     'dpmac train --resume runs/one --out NEW --epochs 20'
     """
     return f"{resume_command(run)} --out NEW {' '.join(changes)}"
-
-
-def make_folder(run: Path) -> Path:
-    """Create a folder and those above it if they are missing, and return its path.
-
-    Args:
-        run: the folder.
-
-    Raises:
-        InputError: it cannot be created, or is a file.
-    """
-    with writable(run):
-        run.mkdir(parents=True, exist_ok=True)
-    return run
-
-
-@contextlib.contextmanager
-def writable(run: Path) -> Iterator[None]:
-    """Convert an OSError within a context to an InputError about a run's folder.
-
-    Args:
-        run: the folder.
-    """
-    try:
-        yield
-    except OSError as failure:
-        raise InputError(
-            f"The run folder {run} cannot be written to ({failure.strerror or failure}). "
-            "Make it writable, or use another {out}."
-        ) from failure

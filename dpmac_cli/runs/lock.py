@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.files import PRIVATE_MODE
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, new_folder
 
 #: How often a lock is tried again while :func:`in_use` may hold it, and the seconds between.
 LOOKS, A_LOOK = 5, 0.05
@@ -39,7 +39,7 @@ def locked(run: Path) -> Iterator[None]:
     Raises:
         InputError: another process has locked it, or it is not writable.
     """
-    with folder.writable(run):
+    with new_folder.writable(run):
         handle = os.open(run / folder.LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
         try:

@@ -29,7 +29,7 @@ from dpmac_cli.errors import BudgetError, InputError, as_flags, raise_errors
 from dpmac_cli.models.dataset import Data
 from dpmac_cli.progress import Computing, heard_by
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.runs import checkpoint, folder, lock
+from dpmac_cli.runs import checkpoint, folder, lock, new_folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, read_ledger, state_of
 from dpmac_cli.runs.prepare import prepare
@@ -223,7 +223,7 @@ def _session(
         trainer.state.restore(saved.state, dict(saved.record.state))
         trainer.restore_ranges(saved.ranges)
         trainer.histogram = before.histogram
-    ledger.run = where = folder.make_place(plan)
+    ledger.run = where = new_folder.make_place(plan)
     if ranks is not None:
         brief_workers(trainer, where, task, keys)
     return Session(

@@ -5,7 +5,7 @@ from typing import Any
 
 from dpmac_cli.arguments import checked
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import folder, lock
+from dpmac_cli.runs import lock, new_folder
 from dpmac_cli.studies import local
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.results import Comparison, collect, finished_report
@@ -55,7 +55,7 @@ def compare(
             "(.npz, .csv or .parquet) and pass the path as dataset=."
         )
     study = plan(settings, config, where / RUNS)
-    folder.make_folder(where / RUNS)
+    new_folder.make_folder(where / RUNS)
     failures = dict[Run, str]()
     with lock.locked(where):
         missing = unfinished(study)

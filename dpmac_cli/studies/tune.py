@@ -24,7 +24,7 @@ from dpmac_cli.progress import unheard
 from dpmac_cli.release import run
 from dpmac_cli.release.run import Run
 from dpmac_cli.release.train import Stop, finish, never, train_plan
-from dpmac_cli.runs import folder, lock
+from dpmac_cli.runs import folder, lock, new_folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import load
 from dpmac_cli.studies.search import SearchSpace, plan_search, secret_place
@@ -91,7 +91,7 @@ def carry_out_search(space: SearchSpace, stop: Stop = never) -> Run:
         with _silence():
             best = _best(space, secret / TRIAL, stop, data)
     _check_free(out)  # another run may have begun in it meanwhile
-    folder.make_folder(out)
+    new_folder.make_folder(out)
     for name, content in best.items():
         files.write_atomically(out / name, content)
     folder.seal(out)
@@ -112,7 +112,7 @@ def _check_free(out: Path) -> None:
     for path in content:
         _remove_leftover(path)
     missing = [place for place in (out, *out.absolute().parents) if not place.exists()]
-    folder.make_folder(out)
+    new_folder.make_folder(out)
     for place in missing:  # their times would tell when the search began
         with contextlib.suppress(OSError):  # another process may use it
             place.rmdir()
@@ -222,7 +222,7 @@ def _secret_folder(place: Path) -> Iterator[Path]:
     What a killed search has left in it is removed at the start. Raises InputError if another
     process has locked it, or it cannot be made or removed.
     """
-    folder.make_folder(place)
+    new_folder.make_folder(place)
     place.chmod(files.PRIVATE_FOLDER)
     with lock.locked(place):
         folder.remove(place / TRIAL)
