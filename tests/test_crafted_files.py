@@ -56,7 +56,7 @@ ARRAYS: dict[str, tuple[bytes, str]] = {
     "bytes of no type": (array((HUGE,), "'|V0'"), DECLARES),
     "a type of arrays": (array((3,), f"('<f8', ({10**7},))"), DECLARES),
     "version 2": (array((HUGE,), version=(2, 0)), DECLARES),
-    "object": (array((2,), "'|O'"), "allow_pickle=False"),
+    "object": (array((2,), "'|O'"), "the array x holds objects of Python"),
     "fields": (array((2,), "[('a', '<f8')]", data=bytes(16)), "must be images or numbers"),
     "dates": (array((40, 2), "'<M8[D]'", data=bytes(640)), "must be images or numbers"),
     "complex": (array((40, 2), "'<c16'", data=bytes(1280)), "must be images or numbers"),
