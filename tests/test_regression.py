@@ -133,7 +133,7 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
         ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
         (
             "[{column: cost, range: [0, 9]}, {column: person, range: [0, 9]}]",
-            "label: Input should be a valid dictionary",
+            "label: Input should be a mapping",
         ),
     ],
 )

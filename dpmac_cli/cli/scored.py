@@ -275,6 +275,23 @@ def _records_of(run: Path, data: Path) -> dict[Path, str]:
     return paths | {data: "the table to predict" if data.is_file() else "the records to predict"}
 
 
+def _by_key(
+    values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
+) -> dict[str, Any]:
+    """Return metrics and their intervals for JSON, by key; null for what is not finite.
+
+    Args:
+        values: metrics by name.
+        intervals: lower and upper ends by name.
+    """
+    scores, ends = dict[str, Any](), dict[str, list[float | None]]()
+    for name, value in values.items():
+        scores[METRICS[name].key] = finite_or_none(value)
+    for name, interval in intervals.items():
+        ends[METRICS[name].key] = [*map(finite_or_none, interval)]
+    return {**scores, "intervals": ends}
+
+
 def _show(released: "Released", result: "Evaluation", known: "DataFacts", json: bool) -> None:
     """Print the scores of a model, with 95% intervals and beside those of constant predictions.
 
@@ -297,19 +314,13 @@ def _show(released: "Released", result: "Evaluation", known: "DataFacts", json: 
         )
     console.print_notes(notes)
     if json:
-        scores, ends = dict[str, float | None](), dict[str, list[float | None]]()
-        for name, value in values.items():
-            scores[METRICS[name].key] = finite_or_none(value)
-        for name, interval in intervals.items():
-            ends[METRICS[name].key] = [*map(finite_or_none, interval)]
         body = {
             "model": str(path),
             "card": str(card) if card.is_file() else None,
             "dataset": known.name,
             "loss": finite_or_none(result.loss),
             "samples": result.samples,
-            **scores,
-            "intervals": ends,
+            **_by_key(values, intervals),
             **details,
             **_by_output(result.task, details),
         }

@@ -437,7 +437,6 @@ def _sentence(fault: ErrorDetails, model: type[Flags], places: Places) -> str:
     name, value = str(fault["loc"][0]), fault["input"]
     message, _, _ = fault["msg"].partition(", unable to parse")
     why = plain(message)
-    why = why.replace("Input should be greater than 0", "must be above 0")
     known = model.model_fields
     if name not in known:
         error = unknown(name, known, model.renamed)

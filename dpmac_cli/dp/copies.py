@@ -47,7 +47,7 @@ def without_memory(function: Function, name: str) -> Function:
         ModelError: the object cannot be copied.
 
     Example:
-        >>> loss = nn.CrossEntropyLoss(weight=torch.ones(2))
+        >>> loss = nn.CrossEntropyLoss(weight=Tensor([1, 1]))
         >>> without_memory(loss, "The loss").weight is loss.weight
         False
     """

@@ -87,6 +87,19 @@ class Trainer(Step):
         self.count()
         super().step()
 
+    def will_release(self, keys: Keys) -> None:
+        """Plan the covered score and the histogram of the run, if it has them.
+
+        Args:
+            keys: keys, of which each needs some of its own.
+        """
+        if self.plan.score is not None:
+            noise, layers = Noise(keys.scores, secure=True), LayerDraws(keys.score_layers)
+            self.covered = self.plan.score, noise, layers
+        if self.account.histogram is not None:
+            noise, layers = Noise(keys.counts, secure=True), LayerDraws(keys.count_layers)
+            self.counted = self.account.histogram, noise, keys.counted, layers
+
     def will_count(self, records: Uncounted | None, keys: Keys) -> None:
         """Plan to count records before the first step. Nothing is counted yet.
 
@@ -286,13 +299,8 @@ def make_trainer(
             ranks=ranks,
         )
     attach(task.model, account)
-    if plan.score is not None and ranks.leads:
-        drawn_in_score = LayerDraws(keys.score_layers)
-        trainer.covered = plan.score, Noise(keys.scores, secure=True), drawn_in_score
-    if account.histogram is not None and ranks.leads:
-        noise = Noise(keys.counts, secure=True)
-        drawn_in_counts = LayerDraws(keys.count_layers)
-        trainer.counted = account.histogram, noise, keys.counted, drawn_in_counts
+    if ranks.leads:
+        trainer.will_release(keys)
     trainer.will_count(task.uncounted, keys)
     return trainer
 

@@ -139,3 +139,14 @@ def read_rounds(folder: Path) -> Rounds:
             f"{folder / ROUNDS} is missing or damaged, so the rounds of this silo are unknown. Put "
             "the latest copy of the folder back."
         ) from failure
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise InputError, which names it, for a number that is not a whole one from 1.
+
+    Args:
+        counts: numbers by the names of their arguments.
+    """
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"{name} must be a whole number from 1, not {count!r}.")

@@ -38,6 +38,7 @@ from dpmac_cli.silo.rounds import (
     PROBLEMS,
     ROUNDS,
     Rounds,
+    check_counts,
     read_rounds,
 )
 from dpmac_cli.training.carried_accounts import carried_by
@@ -136,9 +137,7 @@ class Silo:
     ) -> None:
         if chosen := sorted(settings.keys() & set(CHOSEN)):
             raise InputError(f"A silo has no {', '.join(chosen)}: noise is new in every round.")
-        for name, count in (("rounds", rounds), ("steps", steps), ("silos", silos)):
-            if not isinstance(count, int) or count < 1:
-                raise InputError(f"{name} must be a whole number from 1, not {count!r}.")
+        check_counts(rounds=rounds, steps=steps, silos=silos)
         if account is not None and account.path is None:
             raise InputError(
                 "The account of a silo must be on disk, because each round may be in a process of "
