@@ -152,16 +152,14 @@ class Silo:
             )
         self.folder = Path(folder).absolute()
         self._network, self._sampling, self._steps = network, sampling, steps
-        self._shared = account
         weigh = settings.get("weights")
         # In a folder that has begun they were checked. What fails later may not show in a reply.
-        begun = (self.folder / ROUNDS).exists()
-        use = None if begun else used_by(network, loss, weigh)
+        checked_before = (self.folder / ROUNDS).exists()
+        use = None if checked_before else used_by(network, loss, weigh)
         self._records = Checked(records, settings.get("example"), sampling.n, use)
         self._loss = LossOfRecord(loss)
-        self._options = {**settings, "example": self._records.example}
-        if weigh is not None:
-            self._options["weights"] = WeightsOfRecord(weigh)
+        weights = None if weigh is None else WeightsOfRecord(weigh)
+        self._options = {**settings, "example": self._records.example, "weights": weights}
         self._settings = dict[str, Any]()
         for name, value in settings.items():
             if isinstance(value, str | int | float):
@@ -176,6 +174,7 @@ class Silo:
             "silos": silos,
             "parameters": {name: list(p.shape) for name, p in _parameters(network).items()},
         }
+        self._shared = account
         if account is not None:
             self._settings["account"] = account.number
         self._lock: FileLock | None = None
