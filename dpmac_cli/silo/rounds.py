@@ -142,7 +142,7 @@ def read_rounds(folder: Path) -> Rounds:
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise InputError, which names it, for a number that is not a whole one from 1.
+    """Raise InputError, which names the argument, for all but whole numbers from 1.
 
     Args:
         counts: numbers by the names of their arguments.
