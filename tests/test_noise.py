@@ -3,6 +3,7 @@
 import importlib
 import random
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -314,21 +315,33 @@ def test_words_on_a_gpu_are_those_of_the_cpu(kernel: Any) -> None:
     assert wide.numpy().tobytes() == key_stream(a_key(7), step, lane + 2)(2048)
 
 
+#: Compiles the kernel, in a process in which Triton has interpreted nothing.
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dpmac_cli.randomness import kernel
+
+wide = {wide}
+chosen = dict(WIDE=wide, SECURE=wide)
+signature = dict(out="*fp64" if wide else "*fp32", seed="*i32", n="i32")
+signature |= dict.fromkeys(chosen, "constexpr")
+source = ASTSource(fn=kernel._fill, signature=signature, constexprs=chosen)
+assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_kernel_compiles_without_a_gpu(wide: bool) -> None:
     """For an H100; PTX, the assembler's input, for every later one."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
-    from triton.compiler import ASTSource  # noqa: PLC0415
-
-    from dpmac_cli.randomness import kernel  # noqa: PLC0415
-
-    chosen = {"WIDE": wide, "SECURE": wide}
-    signature = {"out": "*fp64" if wide else "*fp32", "seed": "*i32", "n": "i32"}
-    signature |= dict.fromkeys(chosen, "constexpr")
-    source = ASTSource(fn=kernel._fill, signature=signature, constexprs=chosen)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    pytest.importorskip("triton")
+    program = COMPILED.format(wide=wide)
+    compiled = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert compiled.returncode == 0, compiled.stderr
 
 
 def test_without_triton_the_words_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
