@@ -172,10 +172,11 @@ class Account(PlannedTraining):
         return _kept(file, read_account(file))
 
     def begin(self, event: TrainingEvent, unit: tuple[str, str] | None = None) -> None:
-        """Count an event that is about to use records, or a part of it that is left out.
+        """Count an event before it uses records. Steps that a training leaves out count, too.
 
         Steps of the planned training add up to one event, which counts whole epochs. Any other
-        event is composed as it is, and one that is begun twice counts twice.
+        event is composed as it is, and one that is begun twice counts twice. One that was not
+        planned takes its cost from the steps that are left, of which there are fewer then.
 
         An account on disk may be of several splits of records: there, costs of both parts add up.
 
@@ -185,11 +186,11 @@ class Account(PlannedTraining):
                 default that of the account.
 
         Raises:
-            BudgetError: it would exceed the budget. It does not count, and must not run.
+            BudgetError: it would exceed the budget.
             InputError: the account is in memory, of another process; or its file is missing,
-                damaged, another one's or older than it was; or it protects another unit. The same
-                holds.
-            OSError: the account is on disk, and it cannot be written there. The same holds.
+                damaged, another one's or older than it was; or it protects another unit.
+            OSError: the account is on disk, and it cannot be written there. Whatever is raised, the
+                event does not count, and must not run.
         """
         with self._held():
             event = event if self.path is None else replace(event, records="training")

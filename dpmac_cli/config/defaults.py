@@ -268,7 +268,9 @@ def recipe_of(settings: Settings) -> str:
 
 
 def recipe_notes(settings: Settings, facts: Dataset) -> Iterator[str]:
-    """Yield a note on the settings that the best recipe chose, if it chose any.
+    """Yield one note on the settings that ``recipe=best`` chose; none under another recipe.
+
+    Settings that were given, epsilon, and those that the recipe leaves off are not named.
 
     Args:
         settings: settings as they were given.

@@ -197,7 +197,13 @@ def _write(
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """Return the files of a cache, most recently used first, with those being written."""
+    """Return the files of a cache, with those being written, the last one that was used first.
+
+    A file is used when it is written or opened. A folder that is missing has none.
+
+    Args:
+        folder: the cache.
+    """
     files = [file for file in folder.glob("*") if file.suffix in (WHOLE, PART)]
     files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     return files

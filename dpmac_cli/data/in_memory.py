@@ -158,7 +158,9 @@ def from_dataframe(
         name: the dataset's name in reports.
 
     Raises:
-        InputError: the schema is invalid. Records are checked when the dataset is used.
+        InputError: the schema is invalid, or there are ``label``, ``kinds`` or ``classes`` beside
+            it. Without a schema, columns are read at once; other records are checked when the
+            dataset is used.
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))

@@ -41,10 +41,12 @@ TESTED = (
 
 
 def is_frame(records: Any) -> bool:
-    """Return whether records are a data frame of pandas, polars or pyarrow.
+    """Return whether records are a data frame of pandas, polars or pyarrow, or one like it.
+
+    Frames are told by ``columns`` of their type, so neither pandas nor polars is imported to look.
 
     Args:
-        records: ``X`` of a fit, of any type. Neither pandas nor polars is imported to look.
+        records: ``X`` of a fit, of any type.
     """
     return hasattr(type(records), "columns") or isinstance(records, pa.Table)
 

@@ -28,7 +28,7 @@ def target_range(distribution: Distribution) -> tuple[float, float]:
     """Return the range to clip a number to predict to: wider than that of a column.
 
     A column beyond its range is one input among many. A target beyond its range is an error that no
-    network avoids, so half of the width is added on each side, also across zero.
+    network avoids, so half of ``high - low`` is added on each side, also across zero.
 
     Args:
         distribution: that of the numbers to predict.
@@ -36,7 +36,7 @@ def target_range(distribution: Distribution) -> tuple[float, float]:
     Returns:
         The low end and the high one.
 
-    >>> target_range(Distribution(0.0, 10.0, (0.0, 10.0), (0.0, 1.0)))
+    >>> target_range(Distribution(low=0.0, high=10.0, edges=(0.0, 4.0, 10.0), shares=(0.0, 0.5, 1.0)))
     (-5.0, 15.0)
     """
     width = distribution.high - distribution.low
