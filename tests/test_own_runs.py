@@ -17,6 +17,7 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 from torch import Tensor
 
+from dpmac_cli import resume
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.places import overflow_of
@@ -392,3 +393,26 @@ def test_notes_on_images_that_become_square_and_on_a_split_that_is_there() -> No
     assert not any("no effect" in note for note in resolve(dataset="split", epsilon=3).notes)
     kept_out = resolve(dataset="scans", epsilon=3, test_fraction=0.25).notes
     assert not any("no effect" in note for note in kept_out)
+
+
+@pytest.mark.promise("facts")
+@pytest.mark.parametrize(
+    "elsewhere", [{}, {"out": "other", "epochs": 40}], ids=["here", "elsewhere"]
+)
+def test_no_resume_takes_a_schema_with_other_contents(elsewhere: dict[str, Any]) -> None:
+    """Records that a covered score tests would be trained on: epsilon says that none is both."""
+    rng = np.random.default_rng(0)
+    lines = [f"{rng.normal():.9f},{'ab'[i % 2]},{'no' if i % 3 else 'yes'}\n" for i in range(400)]
+    Path("table.csv").write_text("x,fold,y\n" + "".join(lines))
+    for name in "ab":
+        Path(f"{name}.yaml").write_text(
+            "label: {column: y, classes: ['no', 'yes']}\ncolumns: {x: {range: [-3, 3]}}\n"
+            f"test: {{column: fold, values: [{name}]}}\n"
+        )
+    settings: dict[str, Any] = {"dataset": "table.csv", "cover_scores": True, "out": "run"}
+    settings |= {"sigma": 5.0, "epochs": 30, "batch_size": 100, "device": "cpu"}
+    finish(train_plan(resolve(**settings, schema="a.yaml").plan, after(30)))
+    Path("a.yaml").rename("elsewhere.yaml")
+    with pytest.raises(InputError, match="The contents of the schema are not those that the run"):
+        resume("run", schema="b.yaml", **elsewhere)
+    assert resume("run", schema="elsewhere.yaml", **elsewhere).state == "finished"

@@ -294,7 +294,7 @@ def _last_within(
     number, before, tries = guess, (guess, math.nan), 0
     while abs(good - bad) > 1:
         spent = cost(number)
-        excess = _logarithm((spent - floor) / (target - floor))
+        excess = _logarithm((spent - floor) / max(target - floor, math.ulp(target)))
         if abs(excess) <= close or 0 <= target - spent <= ROUNDED * target:
             return number
         good, bad = (number, bad) if spent <= target else (good, number)

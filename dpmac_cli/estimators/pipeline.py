@@ -29,12 +29,13 @@ from dpmac_cli.estimators.estimators import PrivateEstimator
 
 #: Steps that learn nothing but the number of columns, and compute each row from itself alone.
 ROW_BY_ROW = (
-    *(AdditiveChi2Sampler, Binarizer, FeatureHasher, HashingVectorizer, Normalizer),
+    *(AdditiveChi2Sampler, Binarizer, FeatureHasher, Normalizer),
     *(PolynomialCountSketch, PolynomialFeatures),
 )
 SCALED = "Leave it out: the estimator scales columns by their public bounds="
 ALL = " with all categories, and no minimum or maximum"
 PROJECTED = "Use SparseRandomProjection(n_components) with a number, not 'auto'"
+OWN_WORDS = "without preprocessor=, tokenizer= and analyzer= of your own, which may keep texts"
 #: What to use instead of steps that learn from records.
 INSTEAD: Mapping[str, str] = {
     "StandardScaler": SCALED,
@@ -45,7 +46,8 @@ INSTEAD: Mapping[str, str] = {
     "OrdinalEncoder": f"Declare its categories: OrdinalEncoder(categories=[...]){ALL}",
     "TargetEncoder": "Use OneHotEncoder(categories=[...])",
     "TfidfVectorizer": "Use HashingVectorizer, or texts themselves and backbone='minilm'",
-    "CountVectorizer": "Use HashingVectorizer, or a public vocabulary=",
+    "CountVectorizer": f"Use HashingVectorizer, or a public vocabulary=, {OWN_WORDS}",
+    "HashingVectorizer": f"Use it {OWN_WORDS}",
     "SimpleImputer": (
         "Use strategy='constant' with a public fill_value and keep_empty_features=True, and no "
         "indicator"
@@ -162,9 +164,15 @@ def _fills_in_a_constant(imputer: Any) -> bool:
     return bool(is_constant and imputer.keep_empty_features and not imputer.add_indicator)
 
 
+def _reads_alone(vectorizer: Any) -> bool:
+    """Return whether texts are split into words by scikit-learn, and not by code of a program."""
+    own = (vectorizer.preprocessor, vectorizer.tokenizer, vectorizer.analyzer)
+    return not any(map(callable, own))
+
+
 def _has_vocabulary(vectorizer: Any) -> bool:
-    """Return whether the words that are counted are declared."""
-    return vectorizer.vocabulary is not None
+    """Return whether the words that are counted are declared, and texts are read alone."""
+    return vectorizer.vocabulary is not None and _reads_alone(vectorizer)
 
 
 def _has_size(projection: Any) -> bool:
@@ -191,6 +199,7 @@ IF_DECLARED: Mapping[type, Callable[[Any], bool]] = {
     OrdinalEncoder: _has_categories,
     SimpleImputer: _fills_in_a_constant,
     CountVectorizer: _has_vocabulary,
+    HashingVectorizer: _reads_alone,
     SparseRandomProjection: _has_size,
     FunctionTransformer: _takes_single_numbers,
 }

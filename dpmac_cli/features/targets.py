@@ -36,7 +36,7 @@ def target_range(distribution: Distribution) -> tuple[float, float]:
     Returns:
         The low end and the high one.
 
-    >>> target_range(Distribution(low=0.0, high=10.0, edges=(0.0, 4.0, 10.0), shares=(0.0, 0.5, 1.0)))
+    >>> target_range(Distribution(low=0.0, high=10.0, edges=(0.0, 4.0, 10.0), shares=(0.0, 0.5, 1)))
     (-5.0, 15.0)
     """
     width = distribution.high - distribution.low

@@ -1,6 +1,7 @@
 """Network and data of a run: load, build and validate them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,7 @@ class PreparedRun:
         start: seed of the initial weights and of frozen values that are drawn, which is public.
         built_by: call that built a user-supplied network, as code; its file may change later. ""
             for other networks.
+        schema: JSON values of the schema of a table, whichever file it is in; None for other data.
     """
 
     model: nn.Module
@@ -71,16 +73,19 @@ class PreparedRun:
     notes: tuple[str, ...] = ()
     private_notes: tuple[str, ...] = ()
     built_by: str = ""
+    schema: Mapping[str, Any] | None = None
 
     @property
     def compared(self) -> dict[str, Any]:
         """Facts that must be unchanged for a run to continue, by their names, as JSON values.
 
-        The names are words of messages: "numbers of records" (training and test), "classes or
-        ranges" and "public weights" (SHA-256 or None).
+        The names are words of messages: "numbers of records" (training and test), "contents of
+        the schema", which also say which records are for testing, "classes or ranges" and "public
+        weights" (SHA-256 or None).
         """
         return {
             "numbers of records": [*self.data.sizes],
+            "contents of the schema": self.schema,
             "classes or ranges": json.loads(json.dumps(self.data.task.facts)),
             "public weights": self.pretrained,
         }
@@ -132,7 +137,7 @@ def prepare(
         private_notes = findings.private_notes(plan, data.notes)
         data = on_device(data, device, plan.facts.records)
     data = data.computed_in(dtype_of(model))
-    uncounted = None
+    uncounted, schema = None, plan.facts.schema
     if parts is not None:
         parts.user_supplied = user_supplied
         data, uncounted = _with_features(plan, parts, data)
@@ -144,6 +149,7 @@ def prepare(
         user_supplied=user_supplied,
         private_notes=private_notes,
         start=_start_of(keys),
+        schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
         **origin,
     )
 

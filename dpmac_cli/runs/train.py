@@ -451,7 +451,7 @@ def _check_config(run: Path, written: str) -> None:
 
 
 def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Reject other numbers of records, other classes or other public weights.
+    """Reject other numbers of records, schemas, classes or public weights.
 
     Args:
         now: :attr:`.PreparedRun.compared` as it is.

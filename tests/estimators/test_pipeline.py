@@ -75,6 +75,12 @@ LEARN = (
     *(Centred(), PatchExtractor(patch_size=(2, 2)), GaussianProcessRegressor()),
     # As many columns as follow from the number of records, or values rounded by it.
     *(SparseRandomProjection(), GaussianRandomProjection(2)),
+    # Functions of a program, which may keep texts.
+    *(HashingVectorizer(preprocessor=str.lower), HashingVectorizer(tokenizer=str.split)),
+    *(
+        HashingVectorizer(analyzer=str.split),
+        CountVectorizer(vocabulary=["a"], tokenizer=str.split),
+    ),
     # What they learn is not all declared.
     *(TargetEncoder(categories=[["a", "b"]]), TfidfVectorizer(vocabulary=["a"])),
     OneHotEncoder(categories=[["a", "b"]], min_frequency=5),
