@@ -35,7 +35,7 @@ ROW_BY_ROW = (
 SCALED = "Leave it out: the estimator scales columns by their public bounds="
 ALL = " with all categories, and no minimum or maximum"
 PROJECTED = "Use SparseRandomProjection(n_components) with a number, not 'auto'"
-OWN_WORDS = "without preprocessor=, tokenizer= and analyzer= of your own, which may keep texts"
+OWN_WORDS = "without your own preprocessor=, tokenizer= or analyzer=, which may keep texts"
 #: What to use instead of steps that learn from records.
 INSTEAD: Mapping[str, str] = {
     "StandardScaler": SCALED,
