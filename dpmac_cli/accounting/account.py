@@ -176,9 +176,8 @@ class Account(PlannedTraining):
 
         Steps of the planned training add up to one event, which counts whole epochs. Any other
         event is composed as it is, and one that is begun twice counts twice. One that was not
-        planned takes its cost from the steps that are left, of which there are fewer then.
-
-        An account on disk may be of several splits of records: there, costs of both parts add up.
+        planned takes its cost from the steps that are left, of which there are fewer then. An
+        account on disk may be of several splits of records: there, costs of both parts add up.
 
         Args:
             event: the event.

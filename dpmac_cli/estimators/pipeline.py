@@ -166,8 +166,8 @@ def _fills_in_a_constant(imputer: Any) -> bool:
 
 def _reads_alone(vectorizer: Any) -> bool:
     """Return whether texts are split into words by scikit-learn, and not by code of a program."""
-    own = (vectorizer.preprocessor, vectorizer.tokenizer, vectorizer.analyzer)
-    return not any(map(callable, own))
+    steps = (vectorizer.preprocessor, vectorizer.tokenizer, vectorizer.analyzer)
+    return not any(map(callable, steps))
 
 
 def _has_vocabulary(vectorizer: Any) -> bool:
