@@ -158,9 +158,8 @@ def from_dataframe(
         name: the dataset's name in reports.
 
     Raises:
-        InputError: the schema is invalid, or there are ``label``, ``kinds`` or ``classes`` beside
-            it. Without a schema, columns are read at once; other records are checked when the
-            dataset is used.
+        InputError: the schema is invalid, or there are ``label``, ``kinds`` or ``classes``, too.
+            Records are checked when the dataset is used.
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
